@@ -1,0 +1,1 @@
+"""Ray actors, launcher, HTTP gateway, metrics, console and command line."""

@@ -1,0 +1,1 @@
+"""Ids, block hashing, requests, configuration types, errors, wire codec and connections; stdlib and msgpack only."""

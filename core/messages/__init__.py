@@ -1,0 +1,1 @@
+"""The closed set of wire messages, one module per receiver."""

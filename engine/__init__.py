@@ -1,0 +1,1 @@
+"""Model execution over a paged KV cache."""

@@ -1,0 +1,1 @@
+"""The pooled KV cache: slots, pool nodes, their clients and the directory."""

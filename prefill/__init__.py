@@ -1,0 +1,1 @@
+"""The prefill worker: pure batcher and state, and the shell around them."""

@@ -1,0 +1,1 @@
+"""The Conductor: global scheduling as a pure state machine."""

@@ -1,0 +1,1 @@
+"""Discrete-event driver that runs the real scheduler, batchers and directory."""
