@@ -1,1 +1,1 @@
-"""Ids, block hashing, requests, configuration types, errors, wire codec and connections; stdlib and msgpack only."""
+"""Ids, hashing, requests, configuration types, errors, wire codec; stdlib and msgpack only."""

@@ -74,6 +74,4 @@ def split_hashes(raw: bytes) -> list[BlockHash]:
     """Undo `join_hashes`. Raises `ValueError` when `raw` is not a whole number of hashes."""
     if len(raw) % BLOCK_HASH_BYTES:
         raise ValueError(f"block hashes take {BLOCK_HASH_BYTES} bytes each; got {len(raw)} bytes")
-    return [
-        BlockHash(raw[i : i + BLOCK_HASH_BYTES]) for i in range(0, len(raw), BLOCK_HASH_BYTES)
-    ]
+    return [BlockHash(raw[i : i + BLOCK_HASH_BYTES]) for i in range(0, len(raw), BLOCK_HASH_BYTES)]
