@@ -1,0 +1,1 @@
+"""Machinery shared by tests: a fault proxy, clusters in one process, simulation."""
