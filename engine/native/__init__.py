@@ -1,0 +1,1 @@
+"""C sources of the CPU kernels, and the script that compiles them."""

@@ -1,0 +1,265 @@
+/* Attention over a paged KV cache: writes the step's K and V, then attends through block tables.
+ *
+ * Work is cut into items of (sequence, tile of query tokens, kv head); the rows of an item are
+ * (token, query head of the group), so each K and V element is read once for all of them. An item
+ * goes over the context in tiles of up to KEY_TILE tokens with a running maximum and sum (online
+ * softmax). Few rows (decoding) read the blocks in place; many rows (prefill) copy a tile's K,
+ * transposed, and V into scratch first, which their many passes pay back.
+ */
+#include "vec.h"
+
+#include <stdlib.h>
+
+#define KEY_TILE 64
+#define QUERY_ROWS 48 /* rows of an item aimed at */
+#define FEW_ROWS 8    /* up to this many rows, dot products over blocks in place */
+
+/* Mirrored by `AttentionCall` in engine/kernels.py. Strides are in floats; q, k, v [tokens][heads]
+ * [head_dim] with unit stride in head_dim; out [tokens][num_heads][head_dim] contiguous. `cache`
+ * points at this layer's K in block 0; K and V are [num_kv_heads][block_size][head_dim]. Sequence
+ * s has the tokens query_start[s] to query_start[s + 1] at positions from position_start[s]; its
+ * block table begins at block_table[table_start[s]]. window: a token sees itself and the
+ * `window - 1` before it, 0 for all. softcap: logits become softcap * tanh(logit / softcap). */
+typedef struct {
+    const float *q, *k, *v;
+    float *out, *cache;
+    const int32_t *query_start, *position_start, *table_start, *block_table;
+    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
+        v_head_stride, block_stride;
+    int32_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, window, num_threads;
+    float scale, softcap;
+} attention_call;
+
+/* Per-thread memory: all parts are [rows or tokens][padded width]. */
+typedef struct {
+    float *q, *acc, *probs, *keys, *values, *max, *sum;
+    int64_t width; /* head_dim rounded up to whole panels */
+} scratch;
+
+typedef struct {
+    int64_t sequence, head, first_token, num_tokens;
+    int64_t position; /* of the first token */
+    int64_t rows;     /* num_tokens * group */
+} item;
+
+static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+static int64_t group_of(const attention_call *c) { return c->num_heads / c->num_kv_heads; }
+
+static int64_t tokens_per_item(const attention_call *c) {
+    int64_t tokens = QUERY_ROWS / group_of(c);
+    return tokens > 0 ? tokens : 1;
+}
+
+static const float *block_of(const attention_call *c, const item *it, int64_t position) {
+    int64_t index = c->table_start[it->sequence] + position / c->block_size;
+    return c->cache + c->block_table[index] * c->block_stride;
+}
+
+static void write_kv(const attention_call *c) {
+    int64_t head_floats = (int64_t)c->block_size * c->head_dim;
+    size_t bytes = (size_t)c->head_dim * sizeof(float);
+    for (int64_t s = 0; s < c->num_sequences; s++)
+        for (int64_t t = c->query_start[s]; t < c->query_start[s + 1]; t++) {
+            int64_t position = c->position_start[s] + t - c->query_start[s];
+            int64_t index = c->table_start[s] + position / c->block_size;
+            float *to = c->cache + c->block_table[index] * c->block_stride +
+                        position % c->block_size * c->head_dim;
+            for (int64_t h = 0; h < c->num_kv_heads; h++, to += head_floats) {
+                memcpy(to, c->k + t * c->k_token_stride + h * c->k_head_stride, bytes);
+                memcpy(to + c->num_kv_heads * head_floats,
+                       c->v + t * c->v_token_stride + h * c->v_head_stride, bytes);
+            }
+        }
+}
+
+static float dot(const float *a, const float *b, int64_t n) {
+    vec sums = splat(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) sums += load(a + i) * load(b + i);
+    float lanes[LANES], total = 0.0f;
+    for (; i < n; i++) total += a[i] * b[i];
+    store(lanes, sums);
+    for (int half = LANES / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
+    return total + lanes[0];
+}
+
+/* Copy up to KEY_TILE tokens: K transposed to panels [width][PANEL], V to rows of `width`. */
+static void gather_tile(const attention_call *c, const item *it, scratch *s, int64_t from,
+                        int64_t count) {
+    int64_t dim = c->head_dim, v_offset = (int64_t)c->num_kv_heads * c->block_size * dim;
+    for (int64_t t = 0; t < count; t++) {
+        int64_t position = from + t;
+        const float *key = block_of(c, it, position) +
+                           (it->head * c->block_size + position % c->block_size) * dim;
+        float *panel = s->keys + t / PANEL * dim * PANEL + t % PANEL;
+        for (int64_t d = 0; d < dim; d++) panel[d * PANEL] = key[d];
+        memcpy(s->values + t * s->width, key + v_offset, (size_t)dim * sizeof(float));
+    }
+}
+
+/* Logits of a tile into s->probs [rows][KEY_TILE]; for few rows straight from the blocks. */
+static void tile_logits(const attention_call *c, const item *it, scratch *s, int64_t from,
+                        int64_t count) {
+    int64_t dim = c->head_dim;
+    if (it->rows <= FEW_ROWS) {
+        const float *keys = block_of(c, it, from) +
+                            (it->head * c->block_size + from % c->block_size) * dim;
+        for (int64_t t = 0; t < count; t++)
+            for (int64_t r = 0; r < it->rows; r++)
+                s->probs[r * KEY_TILE + t] = dot(s->q + r * s->width, keys + t * dim, dim);
+        return;
+    }
+    for (int64_t p = 0; p * PANEL < count; p += TILE_PANELS) {
+        panels b = {s->keys + p * dim * PANEL, PANEL, dim * PANEL};
+        multiply_panels(it->rows, TILE_PANELS, s->q, s->width, b, dim, s->probs + p * PANEL,
+                        KEY_TILE, 0);
+    }
+}
+
+/* Cap, mask, and turn the logits of one row into weights relative to its running maximum. */
+static void softmax_row(const attention_call *c, const item *it, scratch *s, int64_t row,
+                        int64_t from, int64_t count) {
+    float *logits = s->probs + row * KEY_TILE;
+    int64_t position = it->position + row / group_of(c);
+    int64_t last = position - from + 1 < count ? position - from + 1 : count;
+    int64_t first = c->window && position - c->window + 1 > from ? position - c->window + 1 - from : 0;
+    if (c->softcap > 0.0f)
+        for (int64_t t = first; t < last; t++) logits[t] = c->softcap * tanhf(logits[t] / c->softcap);
+    float max = s->max[row];
+    int64_t span = round_up(count, LANES);
+    for (int64_t t = 0; t < first && t < span; t++) logits[t] = -INFINITY;
+    for (int64_t t = last > 0 ? last : 0; t < span; t++) logits[t] = -INFINITY;
+    vec maxima = splat(max);
+    for (int64_t t = 0; t < span; t += LANES) {
+        vec x = load(logits + t);
+        maxima = select_vec(x > maxima, x, maxima);
+    }
+    for (int j = 0; j < LANES; j++) max = maxima[j] > max ? maxima[j] : max;
+    if (max == -INFINITY) { /* nothing seen yet: all of this tile is masked for this row */
+        memset(logits, 0, (size_t)span * sizeof(float));
+        return;
+    }
+    if (max > s->max[row]) {
+        float factor = expf(s->max[row] - max);
+        s->sum[row] *= factor;
+        for (int64_t d = 0; d < s->width; d += LANES)
+            store(s->acc + row * s->width + d, load(s->acc + row * s->width + d) * factor);
+        s->max[row] = max;
+    }
+    vec sums = splat(0.0f);
+    for (int64_t t = 0; t < span; t += LANES) {
+        vec weight = exp_vec(load(logits + t) - max);
+        store(logits + t, weight);
+        sums += weight;
+    }
+    for (int j = 0; j < LANES; j++) s->sum[row] += sums[j];
+}
+
+static void accumulate_values(const attention_call *c, const item *it, scratch *s, int64_t from,
+                              int64_t count) {
+    int64_t dim = c->head_dim;
+    const float *values = s->values;
+    int64_t row_stride = s->width;
+    if (it->rows <= FEW_ROWS && dim % PANEL == 0) {
+        values = block_of(c, it, from) +
+                 ((c->num_kv_heads + it->head) * c->block_size + from % c->block_size) * dim;
+        row_stride = dim;
+    }
+    for (int64_t d = 0; d < dim; d += TILE_PANELS * PANEL) {
+        panels b = {values + d, row_stride, PANEL};
+        int64_t left = (s->width - d) / PANEL;
+        multiply_panels(it->rows, (int)(left < TILE_PANELS ? left : TILE_PANELS), s->probs,
+                        KEY_TILE, b, count, s->acc + d, s->width, 1);
+    }
+}
+
+static void load_queries(const attention_call *c, const item *it, scratch *s) {
+    int64_t group = group_of(c);
+    for (int64_t r = 0; r < it->rows; r++) {
+        const float *q = c->q + (it->first_token + r / group) * c->q_token_stride +
+                         (it->head * group + r % group) * c->q_head_stride;
+        for (int64_t d = 0; d < c->head_dim; d++) s->q[r * s->width + d] = q[d] * c->scale;
+        s->max[r] = -INFINITY;
+        s->sum[r] = 0.0f;
+    }
+    memset(s->acc, 0, (size_t)(it->rows * s->width) * sizeof(float));
+}
+
+static void store_output(const attention_call *c, const item *it, scratch *s) {
+    int64_t group = group_of(c);
+    for (int64_t r = 0; r < it->rows; r++) {
+        float *out = c->out + ((it->first_token + r / group) * c->num_heads + it->head * group +
+                               r % group) * c->head_dim;
+        float factor = 1.0f / s->sum[r];
+        for (int64_t d = 0; d < c->head_dim; d++) out[d] = s->acc[r * s->width + d] * factor;
+    }
+}
+
+static void attend(const attention_call *c, const item *it, scratch *s) {
+    int in_place = it->rows <= FEW_ROWS;
+    int64_t end = it->position + it->num_tokens;
+    int64_t from = c->window && it->position - c->window + 1 > 0 ? it->position - c->window + 1 : 0;
+    load_queries(c, it, s);
+    while (from < end) {
+        int64_t count = end - from < KEY_TILE ? end - from : KEY_TILE;
+        int64_t in_block = c->block_size - from % c->block_size;
+        if (in_place && in_block < count) count = in_block;
+        if (!in_place || c->head_dim % PANEL) gather_tile(c, it, s, from, count);
+        tile_logits(c, it, s, from, count);
+        for (int64_t r = 0; r < it->rows; r++) softmax_row(c, it, s, r, from, count);
+        accumulate_values(c, it, s, from, count);
+        from += count;
+    }
+    store_output(c, it, s);
+}
+
+static int64_t items_of(const attention_call *c, int64_t sequence) {
+    int64_t tokens = c->query_start[sequence + 1] - c->query_start[sequence];
+    return (tokens + tokens_per_item(c) - 1) / tokens_per_item(c);
+}
+
+static item make_item(const attention_call *c, int64_t index) {
+    item it = {0, index % c->num_kv_heads, 0, 0, 0, 0};
+    int64_t tile_index = index / c->num_kv_heads, step = tokens_per_item(c);
+    while (tile_index >= items_of(c, it.sequence)) tile_index -= items_of(c, it.sequence++);
+    int64_t start = c->query_start[it.sequence], end = c->query_start[it.sequence + 1];
+    it.first_token = start + tile_index * step;
+    it.num_tokens = end - it.first_token < step ? end - it.first_token : step;
+    it.position = c->position_start[it.sequence] + tile_index * step;
+    it.rows = it.num_tokens * group_of(c);
+    return it;
+}
+
+/* Returns 0, or 1 when a thread had no memory for its scratch (the output is then undefined). */
+int hm_attention(const attention_call *c) {
+    int64_t num_items = 0, rows = tokens_per_item(c) * group_of(c);
+    int64_t width = round_up(c->head_dim, PANEL), failed = 0;
+    write_kv(c);
+    for (int64_t s = 0; s < c->num_sequences; s++) num_items += items_of(c, s) * c->num_kv_heads;
+    /* The value rows' padding and the unused keys of a tile are read, so they must be finite. */
+    size_t floats = (size_t)(rows * (2 * width + KEY_TILE + 2) + 2 * KEY_TILE * width);
+#pragma omp parallel num_threads(c->num_threads) if (c->num_threads > 1) reduction(+ : failed)
+    {
+        float *memory = calloc(floats, sizeof(float));
+        scratch s = {memory, 0, 0, 0, 0, 0, 0, width};
+        if (memory) {
+            s.acc = s.q + rows * width;
+            s.probs = s.acc + rows * width;
+            s.keys = s.probs + rows * KEY_TILE;
+            s.values = s.keys + KEY_TILE * width;
+            s.max = s.values + KEY_TILE * width;
+            s.sum = s.max + rows;
+        } else {
+            failed++;
+        }
+#pragma omp for schedule(dynamic)
+        for (int64_t i = 0; i < num_items; i++) {
+            item it = make_item(c, num_items - 1 - i); /* the longest contexts first */
+            if (memory) attend(c, &it, &s);
+        }
+        free(memory);
+    }
+    return failed != 0;
+}
