@@ -97,10 +97,11 @@ class ServerProcess:
         except (urllib.error.URLError, OSError):
             return False
 
-    def get_json(self, path: str) -> Any:
+    def get_json(self, path: str) -> dict[str, Any]:
         """GET a JSON document. Raises `urllib.error.URLError`."""
         with urllib.request.urlopen(f"{self.url}{path}", timeout=10) as response:
-            return json.loads(response.read())
+            document: dict[str, Any] = json.loads(response.read())
+            return document
 
     def metrics(self) -> str:
         """The text of `/metrics`."""

@@ -1,0 +1,289 @@
+"""`halfmoon check parity`: are our tokens exactly those of `transformers` generate?
+
+For each suite it starts its own servers, sends the prompts as token ids over HTTP, greedy, and
+compares token by token with the reference on the same weights in float32. Near-ties (the two
+largest logits closer than `reference.NEAR_TIE`) are counted apart; anything else that differs is
+a failure. Suites:
+
+- `base`: {1P1D, 2P2D on two pool nodes} x {cold, warm, warm on the other prefill worker}, one
+  request at a time, then ten prompts whose decode worker is killed in the middle of the stream;
+- `concurrent`: 2P2D, eight requests in flight, cold and warm;
+- `preempt`: 1P1D, eight in flight, with so few decode blocks that requests are preempted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from cluster.checks.client import Completion, complete, first_model, session
+from cluster.checks.prompts import Prompt, parity_prompts
+from cluster.checks.reference import NEAR_TIE, Mismatch, NearTie, Reference, compare
+from cluster.figures import Figure, Report, add_output_arguments
+from cluster.server_process import ServerProcess
+from core.errors import HalfmoonError
+
+SUITES = ("base", "concurrent", "preempt")
+NUM_KILLED = 10
+KILL_AFTER_TOKENS = 6
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one pass over the prompts gave."""
+
+    label: str
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    near_ties: list[NearTie] = field(default_factory=list)
+    mismatches: list[Mismatch] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command line."""
+    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="base")
+    parser.add_argument("--prompts", type=int, default=60, help="how many prompts (60)")
+    parser.add_argument("--longest", type=int, default=3000, help="longest prompt in tokens (3000)")
+    parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a prompt (32)")
+    parser.add_argument("--work-dir", type=Path, help="where servers keep logs (a temporary one)")
+    add_output_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> Report:
+    """Run the chosen suites and report."""
+    from cluster.gateway.tokenizer import load_tokenizer
+    from engine.models import cache_root, inspect_model, resolve_model
+
+    model_dir = resolve_model(args.model)
+    info = inspect_model(model_dir)
+    tokenizer = load_tokenizer(model_dir)
+    prompts = parity_prompts(
+        tokenizer.encode,
+        lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}]),
+        block_size=16,
+        chunk_tokens=512,
+        longest=args.longest,
+        count=args.prompts,
+    )
+    reference = Reference(model_dir, info.fingerprint, cache_root() / "reference", threads=2)
+    with tempfile.TemporaryDirectory(prefix="halfmoon-parity-") as scratch, Progress() as progress:
+        check = _Parity(
+            str(model_dir),
+            prompts,
+            args.max_tokens,
+            tuple(info.eos_token_ids),
+            reference,
+            args.work_dir or Path(scratch),
+            progress,
+        )
+        check.prepare()
+        for suite in SUITES if args.suite == "all" else (args.suite,):
+            getattr(check, f"suite_{suite}")()
+    return _report(check.outcomes, args.suite)
+
+
+def _report(outcomes: Sequence[Outcome], suite: str) -> Report:
+    report = Report(f"check parity ({suite})")
+    num_tokens = sum(o.num_tokens for o in outcomes)
+    ties = [t for o in outcomes for t in o.near_ties]
+    bad = [f"{o.label}: {m}" for o in outcomes for m in o.mismatches]
+    bad += [f"{o.label}: {e}" for o in outcomes for e in o.errors]
+    for outcome in outcomes:
+        report.figures.append(
+            Figure(f"{outcome.label}: tokens", outcome.num_tokens, "tokens", at_least=1)
+        )
+    report.figures += [
+        Figure("tokens compared", num_tokens, "tokens"),
+        Figure("mismatches and errors", len(bad), "", at_most=0),
+        Figure("near-ties per 1,000 tokens", 1000 * len(ties) / max(1, num_tokens), "", at_most=1),
+        Figure("seconds", sum(o.seconds for o in outcomes), "s"),
+    ]
+    report.notes = bad + [f"near-tie (gap < {NEAR_TIE:g}): {t}" for t in ties]
+    report.details = {"outcomes": [asdict(o) for o in outcomes]}
+    return report
+
+
+@dataclass(slots=True)
+class _Parity:
+    model: str
+    prompts: list[Prompt]
+    max_tokens: int
+    eos_token_ids: tuple[int, ...]
+    reference: Reference
+    work_dir: Path
+    progress: Progress
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def prepare(self) -> None:
+        """Make the reference first, while no server competes for the cores."""
+        task = self.progress.add_task("reference", total=len(self.prompts))
+        for prompt in self.prompts:
+            self.reference.generate(prompt.token_ids, self.max_tokens)
+            self.progress.advance(task)
+        self.reference.unload()
+
+    def suite_base(self) -> None:
+        """Both topologies, cold and warm, one at a time; then kills."""
+        with self._server("1p1d", prefill=1, decode=1, hosts=1) as server:
+            self._pass("1P1D cold", server)
+            self._pass("1P1D warm", server, expect_hits=True)
+            self._kill_pass("1P1D killed", server, self._prompts_to_kill()[: NUM_KILLED // 2])
+        with self._server("2p2d", prefill=2, decode=2, hosts=2) as server:
+            self._pass("2P2D cold", server)
+            self._pass("2P2D warm", server, expect_hits=True)
+            # Round-robin: one request more and each prompt meets the other prefill worker.
+            self._send(server, self.prompts[:1], 1, lambda done: None)
+            self._pass("2P2D warm, other prefill", server, expect_hits=True)
+            self._kill_pass("2P2D killed", server, self._prompts_to_kill()[NUM_KILLED // 2 :])
+
+    def suite_concurrent(self) -> None:
+        """Eight requests in flight."""
+        with self._server("8-in-flight", prefill=2, decode=2, hosts=2) as server:
+            self._pass("2P2D x8 cold", server, concurrency=8)
+            self._pass("2P2D x8 warm", server, concurrency=8, expect_hits=True)
+
+    def suite_preempt(self) -> None:
+        """Eight requests in flight over decode memory for about one and a half of the longest."""
+        longest = max(len(p.token_ids) for p in self.prompts) + self.max_tokens
+        blocks = longest // 16 * 3 // 2
+        with self._server("preempt", prefill=1, decode=1, hosts=1, decode_blocks=blocks) as server:
+            self._pass("1P1D x8 few blocks", server, concurrency=8)
+
+    def _server(
+        self, name: str, *, prefill: int, decode: int, hosts: int, decode_blocks: int | None = None
+    ) -> ServerProcess:
+        config: dict[str, Any] = {
+            "model": self.model,
+            "hosts": hosts,
+            "prefill": {"workers": prefill},
+            "decode": {"workers": decode},
+            "scheduler": {"policy": "round-robin"},
+        }
+        if decode_blocks is not None:
+            config["decode"]["num_blocks"] = decode_blocks
+        return ServerProcess(config, self.work_dir / name)
+
+    def _prompts_to_kill(self) -> list[Prompt]:
+        """Prompts whose reference is long enough to be cut in the middle."""
+        long = [
+            p
+            for p in self.prompts
+            if len(self.reference.generate(p.token_ids, self.max_tokens).token_ids)
+            > KILL_AFTER_TOKENS + 4
+        ]
+        return long[:: max(1, len(long) // NUM_KILLED)][:NUM_KILLED]
+
+    def _pass(
+        self, label: str, server: ServerProcess, *, concurrency: int = 1, expect_hits: bool = False
+    ) -> None:
+        outcome = Outcome(label)
+        task = self.progress.add_task(label, total=len(self.prompts))
+        started_s = time.monotonic()
+        results = self._send(
+            server, self.prompts, concurrency, lambda _: self.progress.advance(task)
+        )
+        self._judge(outcome, self.prompts, results, started_s)
+        if expect_hits and outcome.cached_tokens == 0:
+            outcome.errors.append("no prompt token came from the cache in a warm pass")
+
+    def _kill_pass(self, label: str, server: ServerProcess, prompts: Sequence[Prompt]) -> None:
+        """Kill -9 every decode worker that is in the middle of the stream, once a prompt."""
+        outcome = Outcome(label)
+        task = self.progress.add_task(label, total=len(prompts))
+        started_s = time.monotonic()
+        results = []
+        for prompt in prompts:
+            results += self._send(
+                server,
+                [prompt],
+                1,
+                lambda _: self.progress.advance(task),
+                on_token=_killer(server),
+            )
+        self._judge(outcome, prompts, results, started_s)
+
+    def _judge(
+        self,
+        outcome: Outcome,
+        prompts: Sequence[Prompt],
+        results: Sequence[Completion],
+        started_s: float,
+    ) -> None:
+        outcome.seconds = time.monotonic() - started_s
+        for prompt, result in zip(prompts, results, strict=True):
+            if result.error is not None:
+                outcome.errors.append(f"{prompt.name}: {result.error}")
+                continue
+            outcome.num_tokens += len(result.token_ids)
+            outcome.cached_tokens += result.cached_tokens
+            ties, mismatch = compare(
+                prompt.name,
+                prompt.token_ids,
+                result.token_ids,
+                self.max_tokens,
+                self.eos_token_ids,
+                self.reference,
+            )
+            outcome.near_ties += ties
+            if mismatch is not None:
+                outcome.mismatches.append(mismatch)
+        self.reference.unload()
+        self.outcomes.append(outcome)
+
+    def _send(
+        self,
+        server: ServerProcess,
+        prompts: Sequence[Prompt],
+        concurrency: int,
+        advance: Callable[[Completion], None],
+        on_token: Callable[[Completion], None] | None = None,
+    ) -> list[Completion]:
+        async def main() -> list[Completion]:
+            gate = asyncio.Semaphore(concurrency)
+            async with session() as http:
+                model = await first_model(http, server.url)
+
+                async def one(prompt: Prompt) -> Completion:
+                    async with gate:
+                        result = await complete(
+                            http,
+                            server.url,
+                            model,
+                            prompt.token_ids,
+                            self.max_tokens,
+                            on_token=on_token,
+                        )
+                    advance(result)
+                    return result
+
+                return list(await asyncio.gather(*(one(p) for p in prompts)))
+
+        return asyncio.run(main())
+
+
+def _killer(server: ServerProcess) -> Callable[[Completion], None]:
+    """Return an `on_token` that kills every decode worker at once, when the stream is under way.
+
+    With several decode workers the one that serves the stream is not known here, so all go.
+    """
+
+    def on_token(result: Completion) -> None:
+        if len(result.token_ids) == KILL_AFTER_TOKENS:
+            pids = server.pids("decode")
+            if not pids:
+                raise HalfmoonError("no decode worker found to kill")
+            for pid in pids:
+                server.kill(pid)
+
+    return on_token
