@@ -40,7 +40,7 @@ def sample(
     """
     if logits.shape[0] != len(requests):
         raise ValueError(f"{logits.shape[0]} rows of logits for {len(requests)} requests")
-    likeliest = _finite(logits).argmax(dim=-1).tolist() if requests else []
+    likeliest = _argmax(logits)
     wanted = [i for i, request in enumerate(requests) if _needs_row(request)]
     rows = dict(zip(wanted, _host_rows(logits, wanted), strict=True))
     results: list[tuple[int, PositionLogprobs | None]] = []
@@ -91,6 +91,17 @@ def uniform(seed: int, position: int) -> float:
     counter = (seed % 2**64).to_bytes(8, "little") + position.to_bytes(8, "little")
     digest = blake2b(counter, digest_size=8, person=b"halfmoon-sample").digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def _argmax(logits: torch.Tensor) -> list[int]:
+    """Return the likeliest token of each row, on the logits' device."""
+    if not len(logits):
+        return []
+    best = logits.max(dim=-1)
+    # NaN counts as the maximum, so it shows here; only then is a cleaned copy worth its time.
+    if bool(best.values.isnan().any()):
+        return _finite(logits).argmax(dim=-1).tolist()
+    return best.indices.tolist()
 
 
 def _needs_row(request: SampleRequest) -> bool:
