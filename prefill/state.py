@@ -1,0 +1,619 @@
+"""Everything a prefill worker decides. Pure.
+
+Life of a request here, one attempt of it:
+
+1. `RequestReceived`. What can never fit is refused at once, and so is what exceeds the queue. An
+   older attempt of the request ends. Slots that the decode worker named earlier wait for it.
+2. *Queued* until the paged cache has room for all its blocks, in order of (priority, arrival). An
+   attempt whose next block another one is just making waits for that block, and lets others pass.
+3. *Loading*: what the own paged cache holds is held; the next blocks are leased at the host's pool
+   node, or fetched there from the nodes that the placement names; slots are copied into paged
+   blocks and checked there. Whatever goes wrong only shortens the prefix. At least the last known
+   token is left to compute.
+4. *Computing*: the batcher cuts chunks. With the first one, slots to publish full blocks in are
+   reserved at the host's pool node, unless the decode worker lives there: then its slots are that
+   copy. Each layer of a block that this chunk completes goes to every slot that waits for it, while
+   the next layer is computed. A full block can be found in the paged cache after its chunk.
+5. *Handing off*: the first token is sent. Unless it ended the generation, blocks are kept for the
+   decode worker, which may name more slots, until it releases them. No progress in time fails it.
+6. *Ending*, at any moment: nothing new is started; blocks are given back when no load, chunk or
+   write touches them any more, and the transfer at the pool node is closed.
+
+An attempt is dropped silently by a newer one, a cancel or its gateway's loss; in any other case the
+gateway hears of it. The decode worker hears of every end that it did not cause.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import assert_never
+
+from core.batching import Piece
+from core.config import PrefillConfig
+from core.errors import InvariantError
+from core.ids import AttemptId, Incarnation, PoolRef, RequestId
+from core.messages.to_conductor import PrefillLoad
+from core.messages.to_gateway import FailureCode, TokenEmitted
+from core.messages.to_pool import SlotReserved
+from core.paged import PagedAllocator
+from core.requests import finish_reason
+from engine.base import ModelSpec, SequenceResult
+from prefill import events as ev
+from prefill.attempt import Attempt, Phase, being_made, handed_off
+from prefill.batcher import PrefillBatcher
+from prefill.early import EarlySlots
+from prefill.push import Push
+
+
+@dataclass(slots=True)
+class Totals:
+    """Sums since the start, for metrics."""
+
+    computed_tokens: int = 0
+    cached_local_tokens: int = 0
+    cached_pool_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    num_first_tokens: int = 0
+    num_failed: int = 0
+    num_broken_blocks: int = 0
+
+
+class PrefillState:
+    """All attempts of a worker. Feed it events, do what it says."""
+
+    def __init__(self, config: PrefillConfig, spec: ModelSpec, num_blocks: int) -> None:
+        self.totals = Totals()
+        self.draining = False
+        self._config, self._spec = config, spec
+        self._allocator = PagedAllocator(num_blocks)
+        self._batcher = PrefillBatcher(
+            max_chunk_tokens=config.max_chunk_tokens,
+            max_chunk_requests=config.max_chunk_requests,
+            block_size=spec.block_size,
+        )
+        self._attempts: dict[AttemptId, Attempt] = {}
+        self._queue: list[Attempt] = []
+        self._admission_due = False
+        self._early = EarlySlots(
+            max_attempts=config.max_queued_requests, ttl_s=config.handoff_timeout_s
+        )
+        self._seen: OrderedDict[RequestId, int] = OrderedDict()
+        self._num_received = 0
+        self._own: PoolRef | None = None
+        self._running: tuple[Piece, ...] = ()
+        self._running_layers = 0
+        self._alone: deque[Piece] = deque()
+        self._actions: list[ev.Action] = []
+        self._now_s = 0.0
+
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        """Take one event; return what to do, in order. `now_s` never goes back."""
+        self._now_s = now_s
+        self._apply(event)
+        self._admit()
+        self._start_chunk()
+        actions, self._actions = self._actions, []
+        return actions
+
+    @property
+    def load(self) -> PrefillLoad:
+        """What there is to do."""
+        waiting = [a for a in self._attempts.values() if a.phase in (Phase.QUEUED, Phase.LOADING)]
+        computing = [a for a in self._attempts.values() if a.phase is Phase.COMPUTING]
+        return PrefillLoad(
+            num_waiting=len(waiting),
+            num_running=len(computing),
+            queued_tokens=sum(a.num_tokens - a.num_computed for a in waiting + computing),
+            free_blocks=self._allocator.num_available,
+        )
+
+    @property
+    def attempts(self) -> tuple[AttemptId, ...]:
+        """The attempts it works on."""
+        return tuple(a.attempt for a in self._attempts.values() if a.phase is not Phase.ENDING)
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing at all is held for anybody."""
+        return not self._attempts and not self._early and self._allocator.num_in_use == 0
+
+    def _apply(self, event: ev.Event) -> None:
+        match event:
+            case ev.RequestReceived():
+                self._receive(event.work)
+            case ev.DecodeSlotsReceived():
+                self._receive_slots(event)
+            case ev.LayerComputed() | ev.ChunkComputed() | ev.EngineFailed():
+                self._apply_engine(event)
+            case ev.WritesBegun() | ev.SlicesWritten() | ev.BlocksCommitted() | ev.WritesFailed():
+                self._apply_push(event)
+            case ev.SlotsReserved() | ev.ReservationFailed():
+                self._apply_reservation(event)
+            case (
+                ev.PrefixLeased()
+                | ev.PrefixFetched()
+                | ev.PrefixUnavailable()
+                | ev.PrefixBlocksLoaded()
+                | ev.PrefixBlockBroken()
+            ):
+                self._apply_prefix(event)
+            case ev.Released() | ev.Cancelled() | ev.GatewayLost() | ev.DecodeLost():
+                self._apply_peer(event)
+            case ev.PoolConnected():
+                self._own = event.pool
+            case ev.PoolLost():
+                self._own = None
+            case ev.DrainStarted():
+                self.draining = True
+            case ev.TimedOut():
+                self._time_out()
+            case _:
+                assert_never(event)
+
+    # --- requests and slots come in ---
+
+    def _receive(self, work: ev.PrefillWork) -> None:
+        name = work.attempt
+        if name.attempt <= self._seen.get(name.request, 0):
+            return  # repeated, or older than what was seen
+        self._end_older(name)
+        early = self._early.take_attempt(name)
+        refusal = self._refusal(work)
+        if refusal is not None:
+            self._actions.append(ev.SendFailure(name, *refusal))
+            self._refuse_slots(early)
+            self.totals.num_failed += 1
+            return
+        self._num_received += 1
+        attempt = Attempt(work, self._spec.block_size, self._now_s, self._num_received)
+        attempt.needs_decode = work.decode is not None
+        self._attempts[name] = attempt
+        bisect.insort(self._queue, attempt, key=lambda a: a.order)
+        self._admission_due = True
+        for slots in early:
+            self._receive_slots(slots)
+
+    def _refusal(self, work: ev.PrefillWork) -> tuple[FailureCode, str] | None:
+        num_tokens = len(work.token_ids)
+        num_blocks = -(-num_tokens // self._spec.block_size)
+        most = self._spec.max_model_len
+        if not 0 < num_tokens <= most or num_blocks > self._allocator.num_blocks:
+            held = self._allocator.num_blocks
+            detail = f"{num_tokens} tokens; the model takes {most}, the cache {held} blocks"
+            return FailureCode.NEVER_FITS, detail
+        if self.draining:
+            return FailureCode.DRAINING, "the worker takes no new requests"
+        if len(self._queue) >= self._config.max_queued_requests:
+            return FailureCode.QUEUE_FULL, f"{len(self._queue)} requests wait already"
+        return None
+
+    def _receive_slots(self, event: ev.DecodeSlotsReceived) -> None:
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None and event.attempt.attempt > self._seen.get(event.attempt.request, 0):
+            self._refuse_slots(self._early.add(event, self._now_s))
+            return
+        decode = None if attempt is None else attempt.work.decode
+        if (
+            attempt is None
+            or decode is None
+            or decode.incarnation != event.decode
+            or attempt.phase is Phase.ENDING
+        ):
+            self._refuse_slots([event])
+            return
+        if attempt.token_id is not None:  # it may have connected after the token was sampled
+            self._send_finished(attempt, attempt.token_id)
+        if attempt.needs_decode:
+            slots = [(s.index, s.handle) for s in event.slots if 0 <= s.index < attempt.num_blocks]
+            self._push(attempt, event.pool).add(slots)
+            self._progressed(attempt)
+            self._pump(attempt)
+
+    def _refuse_slots(self, slots: Iterable[ev.DecodeSlotsReceived]) -> None:
+        for decode, attempt in {(event.decode, event.attempt): None for event in slots}:
+            self._actions.append(ev.SendPrefillGone(decode, attempt))
+
+    # --- admission and the prefix ---
+
+    def _admit(self) -> None:
+        if not self._admission_due or not self._queue:
+            return
+        self._admission_due = False
+        making = being_made(self._attempts.values())
+        for attempt in tuple(self._queue):
+            reusable = attempt.reusable
+            local = self._allocator.match(reusable)
+            if len(local) < len(reusable) and reusable[len(local)] in making:
+                continue
+            self._allocator.acquire(local)
+            fresh = self._allocator.allocate(attempt.num_blocks - len(local))
+            if fresh is None:
+                self._allocator.release(local)
+                return
+            self._queue.remove(attempt)
+            attempt.block_ids = local + fresh
+            attempt.num_local_blocks = attempt.num_published = len(local)
+            attempt.num_computed = attempt.num_cached_tokens
+            attempt.admitted_s = self._now_s
+            attempt.phase = Phase.LOADING
+            making.update(attempt.unpublished)
+            if attempt.num_tokens % self._spec.block_size:
+                self._actions.append(ev.ZeroBlock(attempt.block_ids[-1]))
+            self._lease(attempt)
+
+    def _lease(self, attempt: Attempt) -> None:
+        missing = attempt.reusable[attempt.num_local_blocks :]
+        if missing and self._own is not None:
+            self._ask(attempt, ev.LeasePrefix(attempt.attempt, missing))
+        else:
+            self._loaded(attempt, 0)
+
+    def _fetch(self, attempt: Attempt) -> None:
+        source = None if self._own is None else attempt.next_source(self._own.incarnation)
+        if source is None:
+            self._load(attempt)
+            return
+        attempt.asked_sources.append(source)
+        first = attempt.num_local_blocks + len(attempt.leased)
+        hashes = attempt.reusable[first : source.first + source.count]
+        self._ask(attempt, ev.FetchPrefix(attempt.attempt, source.pool, hashes))
+
+    def _load(self, attempt: Attempt) -> None:
+        if not attempt.leased:
+            self._loaded(attempt, 0)
+            return
+        first = attempt.num_local_blocks
+        block_ids = tuple(attempt.block_ids[first : first + len(attempt.leased)])
+        self._ask(attempt, ev.LoadBlocks(attempt.attempt, tuple(attempt.leased), block_ids))
+
+    def _ask(self, attempt: Attempt, action: ev.PoolAction) -> None:
+        attempt.num_pending += 1
+        attempt.used_pool = True
+        self._actions.append(action)
+
+    def _apply_prefix(
+        self,
+        event: ev.PrefixLeased
+        | ev.PrefixFetched
+        | ev.PrefixUnavailable
+        | ev.PrefixBlocksLoaded
+        | ev.PrefixBlockBroken,
+    ) -> None:
+        attempt = self._get(event.attempt)
+        attempt.num_pending -= 1
+        if attempt.phase is Phase.ENDING:
+            self._settle(attempt)
+            return
+        match event:
+            case ev.PrefixLeased() | ev.PrefixFetched():
+                attempt.leased += event.blocks
+                self._fetch(attempt)
+            case ev.PrefixUnavailable():
+                self._load(attempt)
+            case ev.PrefixBlocksLoaded():
+                self._loaded(attempt, len(attempt.leased))
+            case ev.PrefixBlockBroken():
+                self.totals.num_broken_blocks += 1
+                self._loaded(attempt, event.num_good)
+
+    def _loaded(self, attempt: Attempt, num_pool_blocks: int) -> None:
+        attempt.num_pool_blocks = num_pool_blocks
+        attempt.num_computed = attempt.num_cached_tokens
+        attempt.loaded_s = self._now_s
+        attempt.phase = Phase.COMPUTING
+        self._publish(attempt)
+        self._batcher.add(
+            attempt.attempt,
+            start=attempt.num_computed,
+            end=attempt.num_tokens,
+            priority=attempt.work.priority,
+        )
+        self._pump(attempt)
+
+    def _publish(self, attempt: Attempt) -> None:
+        """Let the paged cache find every full block that is complete."""
+        num_complete = attempt.num_computed // self._spec.block_size
+        for index in range(attempt.num_published, num_complete):
+            self._allocator.publish(attempt.block_ids[index], attempt.work.block_hashes[index])
+        attempt.num_published = num_complete
+        self._admission_due = True
+
+    # --- computing ---
+
+    def _start_chunk(self) -> None:
+        if self._running:
+            return
+        if self._alone:
+            self._running = (self._alone.popleft(),)
+        else:
+            self._running = self._batcher.next_chunk(self._config.max_chunk_tokens)
+        if not self._running:
+            return
+        self._running_layers = 0
+        attempts = [self._attempts[piece.attempt] for piece in self._running]
+        steps = [a.step(piece) for a, piece in zip(attempts, self._running, strict=True)]
+        self._actions.append(ev.RunChunk(tuple(steps)))
+        for attempt, piece in zip(attempts, self._running, strict=True):
+            attempt.running_end = piece.end
+            if attempt.started_s is None:
+                attempt.started_s = self._now_s
+                self._reserve_own(attempt)
+
+    def _reserve_own(self, attempt: Attempt) -> None:
+        decode, own = attempt.work.decode, self._own
+        if own is None or (decode is not None and decode.pool.incarnation == own.incarnation):
+            return
+        # What was loaded from the node a moment ago is still there.
+        loaded = range(attempt.num_local_blocks, attempt.num_local_blocks + attempt.num_pool_blocks)
+        hashes = attempt.work.block_hashes
+        attempt.own_indices = tuple(i for i in range(len(hashes)) if i not in loaded)
+        if attempt.own_indices:
+            wanted = tuple(hashes[i] for i in attempt.own_indices)
+            self._ask(attempt, ev.ReserveOwnSlots(attempt.attempt, wanted))
+
+    def _apply_reservation(self, event: ev.SlotsReserved | ev.ReservationFailed) -> None:
+        attempt = self._get(event.attempt)
+        attempt.num_pending -= 1
+        if attempt.phase is not Phase.ENDING and isinstance(event, ev.SlotsReserved):
+            attempt.own_pool = event.pool.incarnation
+            pairs = zip(attempt.own_indices, event.outcomes, strict=True)
+            slots = [(i, o.handle) for i, o in pairs if isinstance(o, SlotReserved)]
+            self._push(attempt, event.pool).add(slots)
+        self._pump(attempt)
+
+    def _apply_engine(self, event: ev.LayerComputed | ev.ChunkComputed | ev.EngineFailed) -> None:
+        if isinstance(event, ev.LayerComputed):
+            self._running_layers = event.layer + 1
+            for piece in self._running:
+                self._pump(self._attempts[piece.attempt])
+            return
+        pieces, self._running = self._running, ()
+        attempts = [self._attempts[piece.attempt] for piece in pieces]
+        for attempt in attempts:
+            attempt.running_end = None
+        if isinstance(event, ev.ChunkComputed):
+            self._chunk_computed(attempts, pieces, event.results)
+        else:
+            self._engine_failed(attempts, pieces, event.detail)
+        for attempt in attempts:
+            self._pump(attempt)
+
+    def _chunk_computed(
+        self,
+        attempts: list[Attempt],
+        pieces: tuple[Piece, ...],
+        results: tuple[SequenceResult, ...],
+    ) -> None:
+        tokens: dict[Incarnation, list[TokenEmitted]] = {}
+        for attempt, piece, result in zip(attempts, pieces, results, strict=True):
+            if attempt.phase is Phase.ENDING:
+                continue
+            attempt.num_computed = piece.end
+            attempt.prompt_logprobs += result.prompt_logprobs
+            self._publish(attempt)
+            if piece.last:
+                token = self._first_token(attempt, result)
+                tokens.setdefault(attempt.attempt.request.gateway, []).append(token)
+        self._actions += [ev.SendTokens(to, tuple(group)) for to, group in tokens.items()]
+
+    def _first_token(self, attempt: Attempt, result: SequenceResult) -> TokenEmitted:
+        work = attempt.work
+        if result.token_id is None:
+            raise InvariantError(f"{attempt.attempt}: the last piece gave no token")
+        finish = finish_reason(work.params, work.num_output_tokens + 1, result.token_id)
+        attempt.token_id = result.token_id
+        attempt.phase = Phase.HANDING_OFF
+        if finish is not None:
+            self._stop_serving_decode(attempt)
+        self._progressed(attempt)
+        self._send_finished(attempt, result.token_id)
+        stats = attempt.stats(self._now_s)
+        totals = self.totals
+        totals.num_first_tokens += 1
+        totals.computed_tokens += stats.computed_tokens
+        totals.cached_local_tokens += stats.cached_local_tokens
+        totals.cached_pool_tokens += stats.cached_pool_tokens
+        totals.queue_s += stats.queue_s
+        totals.prefill_s += stats.load_s + stats.compute_s
+        return TokenEmitted(
+            attempt.attempt,
+            work.num_output_tokens,
+            result.token_id,
+            result.logprobs,
+            finish,
+            stats,
+            tuple(attempt.prompt_logprobs),
+        )
+
+    def _send_finished(self, attempt: Attempt, token_id: int) -> None:
+        decode = attempt.work.decode
+        if decode is not None:
+            finished = not attempt.needs_decode
+            self._actions.append(
+                ev.SendPrefillFinished(decode.incarnation, attempt.attempt, token_id, finished)
+            )
+
+    def _engine_failed(
+        self, attempts: list[Attempt], pieces: tuple[Piece, ...], detail: str
+    ) -> None:
+        """Fail a request that breaks the engine alone; try each of several by itself."""
+        for attempt, piece in zip(attempts, pieces, strict=True):
+            if attempt.phase is Phase.ENDING:
+                continue
+            if len(pieces) > 1:
+                self._alone.append(piece)
+            else:
+                self._fail(attempt, FailureCode.ENGINE_ERROR, detail)
+
+    # --- blocks go out ---
+
+    def _push(self, attempt: Attempt, pool: PoolRef) -> Push:
+        push = attempt.pushes.get(pool.incarnation)
+        if push is None:
+            push = Push(attempt.attempt, pool, self._spec.num_layers)
+            attempt.pushes[pool.incarnation] = push
+        return push
+
+    def _pump(self, attempt: Attempt) -> None:
+        """Start what can be written, or end an attempt that has nothing left to do."""
+        if attempt.phase is Phase.ENDING:
+            self._settle(attempt)
+            return
+
+        def num_ready(index: int) -> int:
+            return attempt.num_ready_layers(index, self._spec.num_layers, self._running_layers)
+
+        for push in attempt.pushes.values():
+            operation = push.next_operation(num_ready, attempt.block_ids)
+            if operation is not None:
+                self._actions.append(operation)
+        if handed_off(attempt):
+            self._end(attempt, tell_decode=False)
+
+    def _apply_push(
+        self, event: ev.WritesBegun | ev.SlicesWritten | ev.BlocksCommitted | ev.WritesFailed
+    ) -> None:
+        attempt = self._get(event.attempt)
+        push = attempt.pushes[event.pool]
+        match event:
+            case ev.WritesBegun():
+                push.begun(event.accepted)
+            case ev.SlicesWritten():
+                push.written()
+            case ev.BlocksCommitted():
+                push.committed()
+            case ev.WritesFailed():
+                push.failed()
+        self._progressed(attempt)
+        if push.closed:
+            self._close(push)
+        self._pump(attempt)
+
+    def _close(self, push: Push) -> None:
+        end = push.close()
+        if end is not None:
+            self._actions.append(end)
+
+    def _stop_serving_decode(self, attempt: Attempt) -> None:
+        """Write only what is for our own node from now on."""
+        attempt.needs_decode = False
+        for pool, push in attempt.pushes.items():
+            if pool != attempt.own_pool:
+                self._close(push)
+
+    def _progressed(self, attempt: Attempt) -> None:
+        if attempt.phase is Phase.HANDING_OFF:
+            attempt.deadline_s = self._now_s + self._config.handoff_timeout_s
+
+    # --- ends ---
+
+    def _apply_peer(
+        self, event: ev.Released | ev.Cancelled | ev.GatewayLost | ev.DecodeLost
+    ) -> None:
+        live = [a for a in self._attempts.values() if a.phase is not Phase.ENDING]
+        match event:
+            case ev.Released():
+                for attempt in live:
+                    if attempt.attempt == event.attempt:
+                        self._stop_serving_decode(attempt)
+                        self._pump(attempt)
+            case ev.Cancelled():
+                self._end_older(event.attempt)
+                self._refuse_slots(self._early.take_attempt(event.attempt))
+            case ev.GatewayLost():
+                for attempt in live:
+                    if attempt.attempt.request.gateway == event.gateway:
+                        self._end(attempt, tell_decode=True)
+                self._refuse_slots(
+                    self._early.take(lambda e: e.attempt.request.gateway == event.gateway)
+                )
+            case ev.DecodeLost():
+                for attempt in live:
+                    decode = attempt.work.decode
+                    if attempt.needs_decode and decode and decode.incarnation == event.decode:
+                        self._fail(attempt, FailureCode.PEER_LOST, f"decode worker {decode.name}")
+                self._early.take(lambda e: e.decode == event.decode)
+
+    def _time_out(self) -> None:
+        self._refuse_slots(self._early.expire(self._now_s))
+        for attempt in list(self._attempts.values()):
+            late = attempt.deadline_s is not None and attempt.deadline_s <= self._now_s
+            if late and attempt.needs_decode and attempt.phase is Phase.HANDING_OFF:
+                self._fail(attempt, FailureCode.TIMED_OUT, "the decode worker did not take over")
+
+    def _end_older(self, name: AttemptId) -> None:
+        """Remember `name` as seen, and end it and every older attempt of its request."""
+        self._seen[name.request] = max(name.attempt, self._seen.pop(name.request, 0))
+        if len(self._seen) > 4 * self._config.max_queued_requests:
+            self._seen.popitem(last=False)
+        for attempt in list(self._attempts.values()):
+            mine = attempt.attempt
+            if mine.request == name.request and mine.attempt <= name.attempt:
+                self._end(attempt, tell_decode=True)
+
+    def _fail(self, attempt: Attempt, code: FailureCode, detail: str) -> None:
+        self.totals.num_failed += 1
+        self._actions.append(ev.SendFailure(attempt.attempt, code, detail))
+        self._end(attempt, tell_decode=code is not FailureCode.PEER_LOST)
+
+    def _end(self, attempt: Attempt, *, tell_decode: bool) -> None:
+        if attempt.phase is Phase.ENDING:
+            return
+        if attempt.phase is Phase.QUEUED:
+            self._queue.remove(attempt)
+        decode = attempt.work.decode
+        if tell_decode and attempt.needs_decode and decode is not None:
+            self._actions.append(ev.SendPrefillGone(decode.incarnation, attempt.attempt))
+        attempt.phase = Phase.ENDING
+        self._batcher.remove(attempt.attempt)
+        self._alone = deque(p for p in self._alone if p.attempt != attempt.attempt)
+        for push in attempt.pushes.values():
+            self._close(push)
+        self._admission_due = True  # what it was making, somebody else has to make
+        self._settle(attempt)
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Give everything back, once nothing touches it."""
+        if attempt.touched or self._attempts.get(attempt.attempt) is not attempt:
+            return
+        del self._attempts[attempt.attempt]
+        self._allocator.release(attempt.block_ids)
+        if attempt.used_pool:
+            self._actions.append(ev.CloseTransfer(attempt.attempt))
+        self._admission_due = True
+
+    def _get(self, name: AttemptId) -> Attempt:
+        attempt = self._attempts.get(name)
+        if attempt is None:
+            raise InvariantError(f"an answer for {name}, which waits for none")
+        return attempt
+
+    # --- checking ---
+
+    def validate(self) -> None:
+        """Re-derive what must hold between events. Raises `InvariantError`."""
+        self._allocator.validate([a.block_ids for a in self._attempts.values()])
+        in_chunk = {piece.attempt for piece in self._running}
+        computing = self._batcher.attempts | in_chunk | {piece.attempt for piece in self._alone}
+        for attempt in self._attempts.values():
+            queued = attempt in self._queue
+            wrong = (
+                queued != (attempt.phase is Phase.QUEUED)
+                or (queued and bool(attempt.block_ids))
+                or (not queued and len(attempt.block_ids) not in (0, attempt.num_blocks))
+                or (attempt.phase is Phase.COMPUTING) > (attempt.attempt in computing)
+                or (attempt.running_end is not None) != (attempt.attempt in in_chunk)
+                or attempt.num_cached_tokens > attempt.num_tokens - 1
+                or attempt.num_published * self._spec.block_size > attempt.num_computed
+                or attempt.num_computed > attempt.num_tokens
+                or (attempt.phase is Phase.ENDING and not attempt.touched)
+                or handed_off(attempt)
+            )
+            if wrong:
+                raise InvariantError(f"the attempt's record contradicts itself: {attempt}")
+        if self._queue != sorted(self._queue, key=lambda a: a.order):
+            raise InvariantError("the queue is out of order")
