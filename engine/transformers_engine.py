@@ -89,6 +89,7 @@ class TransformersEngine:
             eos_token_ids=end_token_ids(model),
         )
         cache = PagedCache(self.spec, num_blocks, _DTYPES[dtype], self._device)
+        self.isa = "none" if self._kernels is None else self._kernels.isa
         self._loaded: tuple[PreTrainedModel, PagedCache] | None = (model, cache)
 
     def step(
@@ -229,4 +230,5 @@ def _load_model(model_dir: Path, dtype: torch.dtype, device: torch.device) -> Pr
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot load the model in {model_dir}: {error}") from error
     loaded: PreTrainedModel = torch.nn.Module.to(model, device)
-    return loaded.train(False)
+    loaded.train(False)
+    return loaded
