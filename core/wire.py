@@ -250,7 +250,8 @@ def _union_decoder(args: tuple[typing.Any, ...]) -> _Codec:
         by_name = {cls.__name__: _decoder(cls) for cls in members}
 
         def inner(raw: typing.Any) -> typing.Any:
-            if not (isinstance(raw, tuple) and raw and raw[0] in by_name):
+            names_one = isinstance(raw, tuple) and raw and isinstance(raw[0], str)
+            if not (names_one and raw[0] in by_name):
                 raise WireError(f"expected one of {sorted(by_name)}")
             return by_name[raw[0]](raw[1:])
 
