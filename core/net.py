@@ -57,7 +57,8 @@ _MAX_HELLO_BYTES = 1024
 _READ_BYTES = 64 << 10
 
 Buffers = Sequence[memoryview | bytes]
-Reply = Message | tuple[Message, Buffers]
+Reply = Message | tuple[Message, Buffers] | tuple[Message, Buffers, Callable[[], None]]
+"""An answer, its payload, and who is told when the payload's memory is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,8 +316,10 @@ class Connection:
         pending = self._pending.get(prelude.correlation)
         if pending is not None:
             pending.reading = True
+        # An error brings no payload and leaves `into` alone.
+        is_reply = prelude.kind is FrameKind.REPLY
         payload = await self._read_payload(
-            prelude.payload_bytes, None if pending is None else pending.into
+            prelude.payload_bytes, pending.into if pending is not None and is_reply else None
         )
         if pending is None or pending.future.done():
             return  # the caller gave up before the reply began
@@ -329,24 +332,29 @@ class Connection:
             pending.future.set_result((message, payload))
 
     async def _answer(self, correlation: int, message: Message) -> None:
+        body: Message
+        payload: Buffers = ()
+        done: Callable[[], None] = _nothing
         try:
             reply = await self._handler.on_request(self, message)
-            body, payload = reply if isinstance(reply, tuple) else (reply, ())
+            body, payload, done = _parts(reply)
             kind = FrameKind.REPLY
         except HalfmoonError as error:
-            body, payload = ErrorReply(type(error).__name__, str(error)), ()
-            kind = FrameKind.ERROR
+            body, kind = ErrorReply(type(error).__name__, str(error)), FrameKind.ERROR
         except Exception:  # (a bug in one request must not take the others along)
             log.exception("request %s from %s failed", type(message).__name__, self.peer.name)
-            body, payload = ErrorReply("InternalError", "see the log of the peer"), ()
-            kind = FrameKind.ERROR
+            body, kind = ErrorReply("InternalError", "see the log of the peer"), FrameKind.ERROR
         finally:
             self._slots.release()
-        with contextlib.suppress(ConnectionLost):  # nobody is left to answer
+        try:
             sent = self._loop.create_future() if payload else None
             self._enqueue(kind, correlation, body, payload, sent)
             if sent is not None:
                 await sent
+        except ConnectionLost:
+            pass  # nobody is left to answer
+        finally:
+            done()
 
     async def _read_payload(
         self, payload_bytes: int, target: Sequence[memoryview] | None
@@ -430,6 +438,17 @@ class Connection:
         """Wait until every task of a closed connection has ended."""
         tasks = [t for t in (*self._tasks, *self._request_tasks) if t is not asyncio.current_task()]
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _nothing() -> None:
+    """Be the callback of a reply that needs none."""
+
+
+def _parts(reply: Reply) -> tuple[Message, Buffers, Callable[[], None]]:
+    if not isinstance(reply, tuple):
+        return reply, (), _nothing
+    body, payload, *done = reply
+    return body, payload, done[0] if done else _nothing
 
 
 Sets = Callable[[str], tuple[MessageSet, MessageSet]]

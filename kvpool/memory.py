@@ -49,16 +49,20 @@ class Layout:
         """Segments of slots; the table of generations comes beside them."""
         return -(-self.num_slots // self.slots_per_segment)
 
+    def __contains__(self, handle: SlotHandle) -> bool:
+        """Whether there is such a slot at all."""
+        index = handle.segment * self.slots_per_segment + handle.slot
+        return (
+            handle.segment >= 0
+            and 0 <= handle.slot < self.slots_per_segment
+            and index < self.num_slots
+        )
+
     def index(self, handle: SlotHandle) -> int:
         """Return the slot's number in the whole node. Raises `WireError` when out of bounds."""
-        index = handle.segment * self.slots_per_segment + handle.slot
-        if (
-            handle.segment < 0
-            or not 0 <= handle.slot < self.slots_per_segment
-            or index >= self.num_slots
-        ):
+        if handle not in self:
             raise WireError(f"no slot {handle.slot} in segment {handle.segment}")
-        return index
+        return handle.segment * self.slots_per_segment + handle.slot
 
     def segment_slots(self, segment: int) -> int:
         """Return how many slots lie in `segment`; the last one may be shorter."""
