@@ -16,7 +16,7 @@ from core.errors import InvariantError
 from core.ids import AttemptId, PoolRef, SlotHandle
 from prefill.events import BeginWrites, CommitBlocks, EndWrites, LayerSlices, WriteBlocks
 
-MAX_SLICES = 1024
+MAX_SLICES = 256
 """Slices in one operation; bounds how long a cancelled attempt keeps its blocks."""
 
 Operation = BeginWrites | WriteBlocks | CommitBlocks
