@@ -113,6 +113,11 @@ class Segments:
         start = slot * self.layout.slot_bytes
         return self._views[segment][start : start + self.layout.slot_bytes]
 
+    def slice(self, index: int, layer: int) -> memoryview:
+        """Return one layer of a slot."""
+        step = self.layout.slice_bytes
+        return self.slot(index)[layer * step : (layer + 1) * step]
+
     def slices(self, index: int) -> list[memoryview]:
         """Return the slot's bytes by layer."""
         view, step = self.slot(index), self.layout.slice_bytes

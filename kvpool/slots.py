@@ -14,10 +14,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableSequence, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 from core.errors import InvariantError
 from core.ids import AttemptId, BlockHash, Incarnation, SlotHandle
@@ -38,6 +38,14 @@ LinkId = NewType("LinkId", int)
 
 SELF = LinkId(0)
 """The node itself, as the writer of blocks it fetches."""
+
+
+class Generations(Protocol):
+    """A table of u64, one for each slot: a list, or shared memory."""
+
+    def __getitem__(self, index: int, /) -> int: ...
+
+    def __setitem__(self, index: int, generation: int, /) -> None: ...
 
 
 class SlotState(StrEnum):
@@ -99,7 +107,7 @@ class SlotTable:
         policy: EvictionPolicy,
         *,
         reserve_ttl_s: float,
-        generations: MutableSequence[int] | None = None,
+        generations: Generations | None = None,
     ) -> None:
         """`generations[slot]` is raised at each use; the node passes shared memory here."""
         self.layout = layout
@@ -107,7 +115,9 @@ class SlotTable:
         self._incarnation = incarnation
         self._policy = policy
         self._reserve_ttl_s = reserve_ttl_s
-        self._generations = [0] * layout.num_slots if generations is None else generations
+        self._generations: Generations = (
+            [0] * layout.num_slots if generations is None else generations
+        )
         self._slots = [Slot() for _ in range(layout.num_slots)]
         self._free = list(range(layout.num_slots - 1, -1, -1))
         self._index: dict[BlockHash, int] = {}

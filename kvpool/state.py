@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, MutableSequence, Sequence
+from collections.abc import Iterator, Sequence
 from typing import assert_never
 
 from core.config import PoolNodeConfig
@@ -72,7 +72,7 @@ from kvpool.events import (
 from kvpool.fetching import Fetch, FetchPlan
 from kvpool.memory import make_layout
 from kvpool.policy import EvictionPolicy, LruPolicy
-from kvpool.slots import LinkId, SlotState, SlotTable, TransferKey
+from kvpool.slots import Generations, LinkId, SlotState, SlotTable, TransferKey
 
 HASHES_PER_MESSAGE = 1 << 16
 """2 MiB of hashes: a quarter of what one message may take."""
@@ -86,7 +86,7 @@ class PoolNodeState:
         config: PoolNodeConfig,
         ref: PoolRef,
         *,
-        generations: MutableSequence[int] | None = None,
+        generations: Generations | None = None,
         policy: EvictionPolicy | None = None,
     ) -> None:
         """Raises `ConfigError` for a configuration that cannot work."""
