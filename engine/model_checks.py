@@ -26,9 +26,17 @@ _STATE_SPACE = (
     "recurrent_gemma rwkv xlstm zamba zamba2 zaya"
 )
 _LATENT = "deepseek_v2 deepseek_v3 deepseek_v32 deepseek_v4 glm4_moe_lite longcat_flash minicpm3"
-_SHARED_KV = "gemma3n gemma4"
+_SHARED_KV = "gemma3n gemma4 gemma4_unified"
 
 _STATE_SPACE_KEYS = ("ssm_cfg", "mamba_d_state", "ssm_state_size", "linear_num_key_heads")
+_PER_LAYER_KEYS = ("num_key_value_heads", "num_attention_heads", "head_dim", "block_configs")
+_SECOND_SHAPES = {
+    "v_head_dim": "head_dim",
+    "global_head_dim": "head_dim",
+    "swa_head_dim": "head_dim",
+    "swa_num_key_value_heads": "num_key_value_heads",
+    "num_global_key_value_heads": "num_key_value_heads",
+}
 _ATTENTION_KINDS = frozenset({"full_attention", "sliding_attention"})
 
 
@@ -80,11 +88,16 @@ def _encoder(config: Config) -> str | None:
 
 def _multimodal(config: Config) -> str | None:
     parts = [key for key in config if key.endswith("_config") and isinstance(config[key], Mapping)]
-    odd = [key for key in parts if key.startswith(("vision", "audio", "text", "image", "speech"))]
-    odd += [key for key in ("vision_tower", "mm_vision_tower", "image_token_id") if key in config]
-    if not odd:
-        return None
-    return _only(f"{config['model_type']} is a multimodal model (it has `{odd[0]}`)")
+    senses = [
+        key for key in parts if key.startswith(("vision", "audio", "text", "image", "speech"))
+    ]
+    senses += [key for key in ("mm_vision_tower", "image_token_id") if key in config]
+    if senses:
+        return _only(f"{config['model_type']} is a multimodal model (it has `{senses[0]}`)")
+    models = [key for key in parts if "model_type" in config[key]]
+    if models:
+        return _only(f"{config['model_type']} is made of several models (it has `{models[0]}`)")
+    return None
 
 
 def _latent_attention(config: Config) -> str | None:
@@ -110,10 +123,11 @@ def _shared_kv(config: Config) -> str | None:
 
 
 def _uneven_layers(config: Config) -> str | None:
-    uneven = [
+    uneven = [key for key in _PER_LAYER_KEYS if isinstance(config.get(key), list)]
+    uneven += [
         key
-        for key in ("num_key_value_heads", "num_attention_heads", "head_dim", "block_configs")
-        if isinstance(config.get(key), list)
+        for key, usual in _SECOND_SHAPES.items()
+        if config.get(key) and config.get(usual) and config[key] != config[usual]
     ]
     if not uneven:
         return None

@@ -63,7 +63,7 @@ def resolve_model(
     if known is not None:
         return known(report, cache_dir)
     path = Path(name_or_path).expanduser()
-    if path.is_dir():
+    if name_or_path and path.is_dir():
         return path.resolve()
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name_or_path):
         return _pull_from_hub(name_or_path, report)

@@ -146,18 +146,18 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 
 
 def _weight_files(model_dir: Path) -> list[Path]:
-    """Return the safetensors files, all of them there, in order of name."""
-    index = model_dir / "model.safetensors.index.json"
+    """Return the safetensors files that transformers would load, all of them there."""
+    single, index = model_dir / "model.safetensors", model_dir / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
     if index.is_file():
         names = sorted(set(_read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (model_dir / name).is_file()]
         if missing:
             raise ModelRefused(f"{model_dir}: it lacks {', '.join(missing)}; fetch the model again")
-        files = [model_dir / name for name in names]
-    else:
-        files = sorted(model_dir.glob("model*.safetensors"))
-    if files:
-        return files
+        return [model_dir / name for name in names]
+    if any(model_dir.glob("model-*.safetensors")):
+        raise ModelRefused(f"{model_dir}: it lacks {index.name}; fetch the model again")
     pickled = sorted(f.name for f in model_dir.iterdir() if f.suffix in _PICKLE_SUFFIXES)
     if pickled:
         raise ModelRefused(
@@ -310,10 +310,14 @@ class _DigestCache:
         return digest.hexdigest()
 
     def _save(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        draft = self._path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(self._known))
-        draft.replace(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            draft = self._path.with_suffix(f".{os.getpid()}")
+            draft.write_text(json.dumps(self._known))
+            draft.replace(self._path)
+        except OSError as error:
+            # Only time is lost: the next start digests the files again.
+            self._report(f"the digests cannot be kept: {error}", 1.0)
 
 
 def _chunks(file: Path) -> Iterator[bytes]:

@@ -224,7 +224,8 @@ def _truncate(weights: Row, params: SamplingParams) -> npt.NDArray[np.intp]:
     """
     kept = np.flatnonzero(weights >= params.min_p)
     if 0 < params.top_k < len(kept):
-        kept = np.sort(kept[_largest(weights[kept], params.top_k)])
+        among = weights[kept]
+        kept = kept[_down_to(among, _nth_largest(among, params.top_k), params.top_k)]
     if params.top_p < 1.0:
         kept = kept[_nucleus(weights[kept], params.top_p)]
     return kept
@@ -236,9 +237,17 @@ def _nucleus(weights: Row, top_p: float) -> npt.NDArray[np.intp]:
     # What lies below this share holds at most 1 - top_p in all, so only the rest needs sorting.
     share = total * (1.0 - top_p) / len(weights)
     likely = np.flatnonzero(weights > share * (1.0 - 1e-9))
-    order = likely[np.argsort(-weights[likely], kind="stable")]
-    count = int(np.searchsorted(np.cumsum(weights[order]), top_p * total)) + 1
-    return np.sort(order[:count])
+    descending = np.sort(weights[likely])[::-1]
+    count = int(np.searchsorted(np.cumsum(descending), top_p * total)) + 1
+    count = min(count, len(descending))
+    return _down_to(weights, descending[count - 1], count)
+
+
+def _down_to(values: Row, lowest: float, count: int) -> npt.NDArray[np.intp]:
+    """Return the indices, ascending, of the `count` largest values, the last being `lowest`."""
+    above = np.flatnonzero(values > lowest)
+    tied = np.flatnonzero(values == lowest)[: count - len(above)]
+    return np.sort(np.concatenate([above, tied]))
 
 
 def _invert(candidates: npt.NDArray[np.intp], weights: Row, chance: float) -> int:
@@ -253,9 +262,14 @@ def _largest(values: Row, count: int) -> npt.NDArray[np.intp]:
     count = min(count, len(values))
     if count == 0:
         return np.empty(0, dtype=np.intp)
-    threshold = np.partition(values, len(values) - count)[len(values) - count]
-    likely = np.flatnonzero(values >= threshold)
+    likely = np.flatnonzero(values >= _nth_largest(values, count))
     return likely[np.argsort(-values[likely], kind="stable")][:count]
+
+
+def _nth_largest(values: Row, count: int) -> float:
+    """Return the value at place `count`, from 1, in descending order."""
+    place = len(values) - count
+    return float(np.partition(values, place)[place])
 
 
 def _rank(values: Row, index: int) -> int:
