@@ -73,44 +73,91 @@ static void write_kv(const attention_call *c) {
         }
 }
 
+/* logits[t] = q . keys[t] for LANES tokens with stride `dim`, a multiple of LANES. */
+ALWAYS_INLINE void dot_lanes(const float *q, const float *keys, int64_t dim, float *logits) {
+    vec sums[LANES];
+#pragma GCC unroll 16
+    for (int t = 0; t < LANES; t++) sums[t] = splat(0.0f);
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vec part = load(q + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++) sums[t] += part * load(keys + t * dim + d);
+    }
+#pragma GCC unroll 8
+    for (int width = LANES / 2; width > 0; width /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < width; i++) sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1]);
+    store(logits, sums[0]);
+}
+
 static float dot(const float *a, const float *b, int64_t n) {
-    vec sums = splat(0.0f);
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES) sums += load(a + i) * load(b + i);
-    float lanes[LANES], total = 0.0f;
-    for (; i < n; i++) total += a[i] * b[i];
-    store(lanes, sums);
-    for (int half = LANES / 2; half > 0; half /= 2)
-        for (int j = 0; j < half; j++) lanes[j] += lanes[j + half];
-    return total + lanes[0];
+    float total = 0.0f;
+    for (int64_t i = 0; i < n; i++) total += a[i] * b[i];
+    return total;
+}
+
+/* Tokens from `position` on that lie in one block, at most up to `end`. */
+static int64_t run_length(const attention_call *c, int64_t position, int64_t end) {
+    int64_t in_block = c->block_size - position % c->block_size;
+    return end - position < in_block ? end - position : in_block;
+}
+
+/* K (which = 0) or V (1) of one token and this item's head, in its block. */
+static const float *token_of(const attention_call *c, const item *it, int64_t position, int which) {
+    return block_of(c, it, position) + ((which * c->num_kv_heads + it->head) * c->block_size +
+                                        position % c->block_size) * c->head_dim;
 }
 
 /* Copy up to KEY_TILE tokens: K transposed to panels [width][PANEL], V to rows of `width`. */
 static void gather_tile(const attention_call *c, const item *it, scratch *s, int64_t from,
                         int64_t count) {
-    int64_t dim = c->head_dim, v_offset = (int64_t)c->num_kv_heads * c->block_size * dim;
+    int64_t dim = c->head_dim;
     for (int64_t t = 0; t < count; t++) {
-        int64_t position = from + t;
-        const float *key = block_of(c, it, position) +
-                           (it->head * c->block_size + position % c->block_size) * dim;
+        const float *key = token_of(c, it, from + t, 0);
         float *panel = s->keys + t / PANEL * dim * PANEL + t % PANEL;
         for (int64_t d = 0; d < dim; d++) panel[d * PANEL] = key[d];
-        memcpy(s->values + t * s->width, key + v_offset, (size_t)dim * sizeof(float));
+        memcpy(s->values + t * s->width, token_of(c, it, from + t, 1), (size_t)dim * sizeof(float));
     }
 }
 
-/* Logits of a tile into s->probs [rows][KEY_TILE]; for few rows straight from the blocks. */
-static void tile_logits(const attention_call *c, const item *it, scratch *s, int64_t from,
-                        int64_t count) {
+/* Ask for part `part` of `parts` of what the next tile reads. A few lines between two pieces of
+ * arithmetic: more at once would wait for the memory instead of overlapping with it. */
+static void prefetch_part(const float *from, int64_t floats, int64_t part, int64_t parts) {
+    int64_t lines = floats / 16;
+    for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++)
+        __builtin_prefetch(from + i * 16, 0, 2);
+}
+
+/* Where the tile after this one has its K or V for the run at `position`; NULL at the end. */
+static const float *token_ahead(const attention_call *c, const item *it, int64_t position,
+                                int which) {
+    int64_t ahead = position + KEY_TILE;
+    return ahead < it->position + it->num_tokens ? token_of(c, it, ahead, which) : 0;
+}
+
+/* Logits of few rows, straight from the blocks, while the tile after this one is on its way. */
+static void few_logits(const attention_call *c, const item *it, scratch *s, int64_t from,
+                       int64_t end) {
     int64_t dim = c->head_dim;
-    if (it->rows <= FEW_ROWS) {
-        const float *keys = block_of(c, it, from) +
-                            (it->head * c->block_size + from % c->block_size) * dim;
-        for (int64_t t = 0; t < count; t++)
-            for (int64_t r = 0; r < it->rows; r++)
-                s->probs[r * KEY_TILE + t] = dot(s->q + r * s->width, keys + t * dim, dim);
-        return;
+    for (int64_t position = from, run; position < end; position += run) {
+        run = run_length(c, position, end);
+        const float *keys = token_of(c, it, position, 0);
+        const float *ahead = token_ahead(c, it, position, 0);
+        for (int64_t r = 0; r < it->rows; r++) {
+            if (ahead) prefetch_part(ahead, run * dim, r, it->rows);
+            const float *q = s->q + r * s->width;
+            float *logits = s->probs + r * KEY_TILE + (position - from);
+            int64_t t = 0;
+            if (dim % LANES == 0)
+                for (; t + LANES <= run; t += LANES) dot_lanes(q, keys + t * dim, dim, logits + t);
+            for (; t < run; t++) logits[t] = dot(q, keys + t * dim, dim);
+        }
     }
+}
+
+/* Logits of many rows from the gathered tile. */
+static void many_logits(const attention_call *c, const item *it, scratch *s, int64_t count) {
+    int64_t dim = c->head_dim;
     for (int64_t p = 0; p * PANEL < count; p += TILE_PANELS) {
         panels b = {s->keys + p * dim * PANEL, PANEL, dim * PANEL};
         multiply_panels(it->rows, TILE_PANELS, s->q, s->width, b, dim, s->probs + p * PANEL,
@@ -157,21 +204,26 @@ static void softmax_row(const attention_call *c, const item *it, scratch *s, int
     for (int j = 0; j < LANES; j++) s->sum[row] += sums[j];
 }
 
-static void accumulate_values(const attention_call *c, const item *it, scratch *s, int64_t from,
-                              int64_t count) {
-    int64_t dim = c->head_dim;
-    const float *values = s->values;
-    int64_t row_stride = s->width;
-    if (it->rows <= FEW_ROWS && dim % PANEL == 0) {
-        values = block_of(c, it, from) +
-                 ((c->num_kv_heads + it->head) * c->block_size + from % c->block_size) * dim;
-        row_stride = dim;
-    }
-    for (int64_t d = 0; d < dim; d += TILE_PANELS * PANEL) {
-        panels b = {values + d, row_stride, PANEL};
+/* acc += weights x values for `count` tokens whose values lie `stride` floats apart; `ahead` is
+ * what the next tile will read in their place, or NULL. */
+static void add_values(const item *it, scratch *s, const float *weights, const float *values,
+                       int64_t stride, int64_t count, const float *ahead) {
+    const int64_t step = TILE_PANELS * PANEL;
+    for (int64_t d = 0; d < s->width; d += step) {
+        panels b = {values + d, stride, PANEL};
         int64_t left = (s->width - d) / PANEL;
-        multiply_panels(it->rows, (int)(left < TILE_PANELS ? left : TILE_PANELS), s->probs,
-                        KEY_TILE, b, count, s->acc + d, s->width, 1);
+        if (ahead) prefetch_part(ahead, count * stride, d / step, (s->width + step - 1) / step);
+        multiply_panels(it->rows, (int)(left < TILE_PANELS ? left : TILE_PANELS), weights, KEY_TILE,
+                        b, count, s->acc + d, s->width, 1);
+    }
+}
+
+static void few_values(const attention_call *c, const item *it, scratch *s, int64_t from,
+                       int64_t end) {
+    for (int64_t position = from, run; position < end; position += run) {
+        run = run_length(c, position, end);
+        add_values(it, s, s->probs + (position - from), token_of(c, it, position, 1), c->head_dim,
+                   run, token_ahead(c, it, position, 1));
     }
 }
 
@@ -198,19 +250,24 @@ static void store_output(const attention_call *c, const item *it, scratch *s) {
 }
 
 static void attend(const attention_call *c, const item *it, scratch *s) {
-    int in_place = it->rows <= FEW_ROWS;
-    int64_t end = it->position + it->num_tokens;
+    /* whole panels of V are read, so other widths need the padded copy */
+    int in_place = it->rows <= FEW_ROWS && c->head_dim % PANEL == 0;
+    int64_t context = it->position + it->num_tokens;
     int64_t from = c->window && it->position - c->window + 1 > 0 ? it->position - c->window + 1 : 0;
     load_queries(c, it, s);
-    while (from < end) {
-        int64_t count = end - from < KEY_TILE ? end - from : KEY_TILE;
-        int64_t in_block = c->block_size - from % c->block_size;
-        if (in_place && in_block < count) count = in_block;
-        if (!in_place || c->head_dim % PANEL) gather_tile(c, it, s, from, count);
-        tile_logits(c, it, s, from, count);
+    for (; from < context; from += KEY_TILE) {
+        int64_t count = context - from < KEY_TILE ? context - from : KEY_TILE;
+        if (in_place) {
+            few_logits(c, it, s, from, from + count);
+        } else {
+            gather_tile(c, it, s, from, count);
+            many_logits(c, it, s, count);
+        }
         for (int64_t r = 0; r < it->rows; r++) softmax_row(c, it, s, r, from, count);
-        accumulate_values(c, it, s, from, count);
-        from += count;
+        if (in_place)
+            few_values(c, it, s, from, from + count);
+        else
+            add_values(it, s, s->probs, s->values, s->width, count, 0);
     }
     store_output(c, it, s);
 }

@@ -67,6 +67,26 @@ ALWAYS_INLINE vec exp_vec(vec x) {
     return select_vec(tiny, splat(0.0f), result);
 }
 
+#if LANES == 16
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#else
+#define EVEN_LANES 0, 2, 4, 6
+#define ODD_LANES 1, 3, 5, 7
+#endif
+
+/* Sums of neighbouring lanes: those of a, then those of b. */
+ALWAYS_INLINE vec add_pairs(vec a, vec b) {
+#if defined(__clang__)
+    return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
+#else
+    return __builtin_shuffle(a, b, (ivec){EVEN_LANES}) + __builtin_shuffle(a, b, (ivec){ODD_LANES});
+#endif
+}
+
 /* A matrix cut into panels of PANEL columns: element (k, p * PANEL + j) is at
  * data[p * panel_stride + k * row_stride + j]. Row-major is panel_stride = PANEL. */
 typedef struct {
