@@ -249,12 +249,16 @@ class PoolClient:
         return self._segments.slices(self._checked_index(handle))
 
     async def close(self) -> None:
-        """End the connection; the node gives back everything of this worker."""
+        """End the connection; the node gives back everything of this worker.
+
+        Views of slots stay valid as memory. Call it also after `on_closed`, to unmap the rest.
+        """
         self._conn.close()
         await self._conn.wait_closed()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._segments.close()
 
 
 class LocalSlotWriter:

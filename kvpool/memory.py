@@ -12,6 +12,7 @@ use without asking.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -103,9 +104,19 @@ class Segments:
         for fd, size in zip(fds, sizes, strict=True):
             if os.fstat(fd).st_size != size:
                 raise WireError(f"a segment of {size} bytes has {os.fstat(fd).st_size}")
-        views = [memoryview(mmap.mmap(fd, size)) for fd, size in zip(fds, sizes, strict=True)]
-        self.generations = views.pop().cast("Q")
-        self._views = views
+        self._maps = [mmap.mmap(fd, size) for fd, size in zip(fds, sizes, strict=True)]
+        self.generations = memoryview(self._maps[-1]).cast("Q")
+        self._views = [memoryview(m) for m in self._maps[:-1]]
+
+    def close(self) -> None:
+        """Unmap what nobody looks at; the rest goes with its last view. Slots are gone for us."""
+        for view in (*self._views, self.generations):
+            view.release()
+        for mapped in self._maps:
+            with contextlib.suppress(BufferError):  # somebody still looks
+                mapped.close()
+        self._maps.clear()
+        self._views.clear()
 
     def slot(self, index: int) -> memoryview:
         """Return the bytes of a slot, `slot_bytes` long and writable."""

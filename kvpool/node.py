@@ -107,6 +107,7 @@ class PoolNode:
         )
         self._socket_dir = socket_dir
         self._handler = _PeerHandler(self)
+        self._fds: list[int] = []
         self._links: dict[Connection, LinkId] = {}
         self._connections: dict[LinkId, Connection] = {}
         self._numbers = itertools.count(SELF + 1)
@@ -151,6 +152,7 @@ class PoolNode:
             await self._open()
         except BaseException:
             close_all(self._fds)
+            self._fds = []
             self._lock.release()
             raise
         for work in (self._conductor.run, self._tick, self._report, self._allocate):
@@ -184,7 +186,9 @@ class PoolNode:
         )
 
     async def stop(self) -> None:
-        """Close every connection, wait for what touches the memory, leave nothing behind."""
+        """Close every connection, leave nothing behind. Does nothing when not started."""
+        if not self._fds:
+            return
         self._descriptors.close()
         for listener in self._listeners:
             await listener.close()
@@ -193,7 +197,9 @@ class PoolNode:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._peers.close()
         self._lock.release()
+        self._segments.close()
         close_all(self._fds)
+        self._fds = []
 
     def stats(self) -> PoolStats:
         """Return slots by state and counters since start."""
