@@ -243,6 +243,19 @@ def test_logprobs_are_the_raw_log_softmax(row, chosen, num_top):
         assert top.logprob == pytest.approx(exact[top.token_id], abs=1e-6)
 
 
+def test_logprobs_ignore_bias_penalties_and_temperature():
+    row = [0.0, 2.0, 1.0]
+    changed = {"logit_bias": ((0, 50.0),), "presence_penalty": 1.0, "repetition_penalty": 1.5}
+    _, plain = sample_one(row, request(logprobs=3))
+    token_id, logprobs = sample_one(
+        row, request(output=[1], logprobs=3, temperature=1.0, seed=1, **changed)
+    )
+    assert plain is not None and logprobs is not None
+    assert token_id == 0
+    assert logprobs.top == plain.top
+    assert logprobs.chosen == plain.top[2]
+
+
 def test_prompt_logprobs_take_only_rows_with_a_next_token():
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     found = prompt_logprobs(logits, [2, 0], 1)
