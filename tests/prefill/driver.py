@@ -26,7 +26,7 @@ from core.messages.to_gateway import FailureCode, TokenEmitted
 from core.messages.to_pool import AlreadyCommitted, LeasedBlock, SlotReserved
 from core.messages.to_prefill import SlotForBlock
 from core.requests import SamplingParams
-from engine.base import SequenceResult
+from engine.base import SequenceResult, SequenceStep
 from engine.toy import toy_spec
 from prefill import events as ev
 from prefill.state import PrefillState
@@ -103,6 +103,7 @@ class Driver:
         self.waiting: list[ev.PoolAction] = []
         self.chunk: ev.RunChunk | None = None
         self.layers_done = 0
+        self.steps: list[SequenceStep] = []
         self.cells: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.works: dict[AttemptId, ev.PrefillWork] = {}
         self.tokens_of: dict[BlockHash, tuple[int, ...]] = {}
@@ -289,6 +290,7 @@ class Driver:
             case ev.RunChunk():
                 assert self.chunk is None
                 self.chunk, self.layers_done = action, 0
+                self.steps += action.steps
                 tables = Counter(b for step in action.steps for b in set(step.block_ids))
                 for step in action.steps:
                     self.whole(step)

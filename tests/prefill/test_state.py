@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.ids import Incarnation
+from core.ids import AttemptId, Incarnation, WorkerRef
 from core.messages.to_conductor import BlockSource
 from core.messages.to_gateway import FailureCode
+from core.messages.to_prefill import SlotForBlock
 from core.requests import FinishReason, SamplingParams
 from prefill import events as ev
 from tests.prefill.driver import (
@@ -38,6 +39,7 @@ def kinds(actions) -> list[str]:
 
 def cached(driver: Driver, attempt) -> tuple[int, int]:
     stats = driver.seen.tokens[attempt].stats
+    assert stats is not None
     return stats.cached_local_tokens, stats.cached_pool_tokens
 
 
@@ -131,10 +133,8 @@ def test_prompt_logprobs_ask_for_every_next_prompt_token():
     driver = Driver()
     params = SamplingParams(max_tokens=5, prompt_logprobs=2)
     driver.request(name(1), tokens(10), decode=None, reusable=0, params=params)
-    first = driver.chunk.steps[0]
-    while driver.chunk is not None and driver.chunk.steps[0] == first:
-        driver.layer()
-    second = driver.chunk.steps[0]
+    driver.run()
+    first, second = driver.steps
     assert (first.next_token_ids, second.next_token_ids) == (tokens(8, 1), (9,))
     assert first.prompt_logprobs == 2 and first.sample is None
 
@@ -143,7 +143,8 @@ def test_a_continued_request_samples_after_prompt_and_output():
     driver = Driver()
     params = SamplingParams(max_tokens=5, prompt_logprobs=1)
     driver.request(name(1, 2), tokens(7), num_output_tokens=3, params=params)
-    step = driver.chunk.steps[0]
+    (step,) = driver.steps
+    assert step.sample is not None
     assert step.sample.prompt_token_ids == tokens(4)
     assert step.sample.output_token_ids == tokens(3, 4)
     assert step.prompt_logprobs is None
@@ -169,6 +170,7 @@ def test_each_layer_leaves_while_the_next_one_is_computed():
     for _ in range(LAYERS):
         driver.layer()
         action = driver.waiting[0]
+        assert isinstance(action, ev.WriteBlocks)
         written.append([(p.layer, len(p.handles)) for p in action.slices])
         driver.answer()
     assert written == [[(layer, 2)] for layer in range(LAYERS)]
@@ -183,7 +185,9 @@ def test_slots_that_come_late_get_everything_at_once():
     assert not driver.state.idle
     driver.slots(name(1), [0, 1])
     driver.answer()
-    assert [part.layer for part in driver.waiting[0].slices] == list(range(LAYERS))
+    action = driver.waiting[0]
+    assert isinstance(action, ev.WriteBlocks)
+    assert [part.layer for part in action.slices] == list(range(LAYERS))
     driver.run()
     assert len(driver.over) == 2
     driver.do(ev.Released(name(1)))
@@ -193,17 +197,13 @@ def test_slots_that_come_late_get_everything_at_once():
 def test_a_repeated_message_writes_nothing_twice():
     driver = Driver()
     driver.request(name(1), tokens(6))
-    event = None
-    for _ in range(2):
-        driver.run()
-        if event is None:
-            driver.slots(name(1), [0, 1])
-            event = next(a for a in driver.actions if isinstance(a, ev.BeginWrites))
-        else:
-            before = len(driver.actions)
-            slots = tuple(ev.SlotForBlock(i, h) for i, h in enumerate(event.handles))
-            driver.do(ev.DecodeSlotsReceived(name(1), DECODE.incarnation, OTHER, slots))
-            assert kinds(driver.actions[before:]) == ["SendPrefillFinished"]
+    driver.run()
+    driver.slots(name(1), [0, 1])
+    begin = next(a for a in driver.actions if isinstance(a, ev.BeginWrites))
+    driver.run()
+    slots = tuple(SlotForBlock(index, handle) for index, handle in enumerate(begin.handles))
+    again = driver.do(ev.DecodeSlotsReceived(name(1), DECODE.incarnation, OTHER, slots))
+    assert kinds(again) == ["SendPrefillFinished"]
 
 
 def test_full_blocks_are_published_at_the_own_node_when_decode_is_elsewhere():
@@ -399,10 +399,10 @@ def test_a_request_that_breaks_the_engine_fails_alone():
     driver.request(name(9), tokens(8, 90), decode=None)
     driver.request(name(1), tokens(2, 10), decode=None)
     driver.request(name(2), tokens(2, 20), decode=None)
-    while not (driver.chunk and len(driver.chunk.steps) == 2):
+    while len(driver.steps) < 3:
         driver.layer()
     driver.fail_chunk()
-    assert driver.seen.failures == {} and len(driver.chunk.steps) == 1
+    assert driver.seen.failures == {}
     driver.fail_chunk()
     driver.run()
     assert driver.seen.failures == {name(1): FailureCode.ENGINE_ERROR}
@@ -427,7 +427,7 @@ class Chaos:
         self.driver.do(ev.PoolConnected(OWN))
         self.counter = 0
         self.names = [name(1)]
-        self.decode_of = {}
+        self.decode_of: dict[AttemptId, WorkerRef | None] = {}
 
     def step(self) -> None:
         rng, driver = self.rng, self.driver
