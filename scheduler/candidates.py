@@ -13,16 +13,25 @@ from scheduler.decode_choice import DecodeCandidate
 from scheduler.estimates import Estimates
 from scheduler.policies import Candidate, Choice
 
-Prefixes = Mapping[Incarnation, int]
-"""For each pool node in order of registration: blocks of the request's prefix that it holds."""
+
+@dataclass(frozen=True, slots=True)
+class Prefixes:
+    """Blocks of the request's prefix that pool nodes hold, and who holds most, by registration."""
+
+    held: Mapping[Incarnation, int]
+    best_blocks: int
+    holders: tuple[Incarnation, ...]
 
 
 def reusable_prefixes(
-    view: ClusterView, found: Prefixes, request: PlaceRequest, block_size: int
+    view: ClusterView, found: Mapping[Incarnation, int], request: PlaceRequest, block_size: int
 ) -> Prefixes:
     """Cut what the directory found to what can be reused: the last token is always computed."""
     most = (request.num_tokens - 1) // block_size
-    return {pool: min(found.get(pool, 0), most) for pool in view.pools}
+    held = {pool: min(found[pool], most) for pool in view.pools if pool in found}
+    best = max(held.values(), default=0)
+    holders = tuple(pool for pool, blocks in held.items() if blocks == best) if best else ()
+    return Prefixes(held, best, holders)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,7 @@ class Predictor:
         self, now_s: float, request: PlaceRequest, worker: WorkerEntry, prefixes: Prefixes
     ) -> Candidate:
         pool = worker.ref.pool.incarnation
-        local, best = prefixes.get(pool, 0), max(prefixes.values(), default=0)
+        local, best = prefixes.held.get(pool, 0), prefixes.best_blocks
         holder = self.best_holder(pool, prefixes)
         num_bytes = (best - local) * self._block_bytes(pool)
         return Candidate(
@@ -67,11 +76,13 @@ class Predictor:
 
         `None` when nobody holds anything. The first of equally fast ones wins.
         """
-        best = max(prefixes.values(), default=0)
-        holders = [node for node, blocks in prefixes.items() if blocks == best]
-        if best == 0 or pool in holders:
-            return pool if best else None
-        return min(holders, key=lambda node: self.estimates.transfer_s(node, pool, 1))
+        if pool in prefixes.holders:
+            return pool
+        return min(
+            prefixes.holders,
+            key=lambda node: self.estimates.transfer_s(node, pool, 1),
+            default=None,
+        )
 
     def sources(
         self, worker: WorkerEntry, choice: Choice, prefixes: Prefixes
@@ -104,7 +115,7 @@ class Predictor:
         free_blocks = capacity.num_blocks - worker.promised_blocks
         if load is not None:
             free_blocks = min(free_blocks, load.free_blocks - worker.unstarted_blocks)
-            if self.view.has_restored(worker.decoding):
+            if worker.num_restored:
                 num_sequences = max(num_sequences, load.num_running + load.num_waiting)
                 context_tokens = max(context_tokens, load.context_tokens)
         num_sequences += 1
@@ -139,7 +150,7 @@ class Predictor:
         """Predict the wait; what the worker reports stands in where sizes are unknown."""
         queue_s = self.view.queue_s(now_s, worker)
         load = worker.prefill_load
-        if load is not None and self.view.has_restored(worker.prefilling):
+        if load is not None and worker.num_restored:
             reported_s = self.estimates.prefill_s(worker.ref.incarnation, load.queued_tokens, 0)
             queue_s = max(queue_s, reported_s)
         return queue_s

@@ -32,13 +32,14 @@ class Assignment:
     `prefill` is the worker that still has to compute it, `decode` the one that decodes it (both
     the same for a coupled worker); `None` when there is none or no more. `restored` attempts were
     told by their workers after a restart of the Conductor: their sizes are unknown and 0.
+    All sizes are whole numbers, so that sums over them stay exact.
     """
 
     attempt: AttemptId
     placed_s: float
     prefill: Incarnation | None
     decode: Incarnation | None
-    prefill_s: float = 0.0
+    prefill_us: int = 0
     context_tokens: int = 0
     decode_blocks: int = 0
     restored: bool = False
@@ -67,6 +68,8 @@ class WorkerEntry:
     idle_since_s: float | None = None
     prefilling: dict[RequestId, None] = field(default_factory=dict)
     decoding: dict[RequestId, None] = field(default_factory=dict)
+    queued_us: int = 0
+    num_restored: int = 0
     promised_blocks: int = 0
     unstarted_blocks: int = 0
     context_tokens: int = 0
@@ -247,7 +250,9 @@ class ClusterView:
     def _index(self, new: Assignment) -> None:
         request = new.attempt.request
         if new.prefill is not None:
-            self.workers[new.prefill].prefilling[request] = None
+            worker = self.workers[new.prefill]
+            worker.prefilling[request] = None
+            _add_prefill_load(worker, new, 1)
         if new.decode is not None:
             worker = self.workers[new.decode]
             worker.decoding[request] = None
@@ -255,9 +260,12 @@ class ClusterView:
 
     def _unindex(self, now_s: float, old: Assignment, new: Assignment | None) -> None:
         request = old.attempt.request
-        if old.prefill is not None and (new is None or new.prefill != old.prefill):
-            del self.workers[old.prefill].prefilling[request]
-            self.workers[old.prefill].prefill_moved_s = now_s
+        if old.prefill is not None:
+            worker = self.workers[old.prefill]
+            _add_prefill_load(worker, old, -1)
+            if new is None or new.prefill != old.prefill:
+                del worker.prefilling[request]
+                worker.prefill_moved_s = now_s
         if old.decode is not None:
             worker = self.workers[old.decode]
             _add_decode_load(worker, old, -1)
@@ -295,18 +303,12 @@ class ClusterView:
 
     def queue_s(self, now_s: float, worker: WorkerEntry) -> float:
         """Sum the predicted prefill times in a worker's queue, less what its head has had."""
-        total_s = 0.0
-        for number, request in enumerate(worker.prefilling):
-            known = self.assignments[request]
-            done_s = 0.0
-            if number == 0:
-                done_s = max(0.0, now_s - max(known.placed_s, worker.prefill_moved_s))
-            total_s += max(0.0, known.prefill_s - done_s)
-        return total_s
-
-    def has_restored(self, requests: Iterable[RequestId]) -> bool:
-        """Whether any of these requests has an assignment of unknown size."""
-        return any(self.assignments[request].restored for request in requests)
+        head = next(iter(worker.prefilling), None)
+        if head is None:
+            return 0.0
+        known = self.assignments[head]
+        done_s = max(0.0, now_s - max(known.placed_s, worker.prefill_moved_s))
+        return worker.queued_us / 1e6 - min(done_s, known.prefill_us / 1e6)
 
     # --- checks ---
 
@@ -314,16 +316,22 @@ class ClusterView:
         """Re-derive every worker's indexes from the assignments. Raises `InvariantError`."""
         for incarnation, worker in self.workers.items():
             mine = self.assignments.items()
-            prefilling = {r for r, a in mine if a.prefill == incarnation}
+            prefilling = {r: a for r, a in mine if a.prefill == incarnation}
             decoding = {r: a for r, a in mine if a.decode == incarnation}
-            if prefilling != set(worker.prefilling) or set(decoding) != set(worker.decoding):
+            indexes = (set(worker.prefilling), set(worker.decoding))
+            if indexes != (set(prefilling), set(decoding)):
                 raise InvariantError(f"{worker.ref.name}: wrong index of its requests")
-            derived = (
-                sum(a.decode_blocks for a in decoding.values()),
-                sum(a.decode_blocks for a in decoding.values() if a.prefill is not None),
-                sum(a.context_tokens for a in decoding.values()),
-            )
-            kept = (worker.promised_blocks, worker.unstarted_blocks, worker.context_tokens)
+            parts = (*prefilling.values(), *decoding.values())
+            derived = {
+                "queued_us": sum(a.prefill_us for a in prefilling.values()),
+                "num_restored": sum(a.restored for a in parts),
+                "promised_blocks": sum(a.decode_blocks for a in decoding.values()),
+                "unstarted_blocks": sum(
+                    a.decode_blocks for a in decoding.values() if a.prefill is not None
+                ),
+                "context_tokens": sum(a.context_tokens for a in decoding.values()),
+            }
+            kept = {name: getattr(worker, name) for name in derived}
             if derived != kept:
                 raise InvariantError(f"{worker.ref.name}: load is {kept}, should be {derived}")
         for request, known in self.assignments.items():
@@ -333,7 +341,13 @@ class ClusterView:
                 raise InvariantError(f"{known.attempt}: assigned to a worker that is gone")
 
 
+def _add_prefill_load(worker: WorkerEntry, assignment: Assignment, sign: int) -> None:
+    worker.queued_us += sign * assignment.prefill_us
+    worker.num_restored += sign * assignment.restored
+
+
 def _add_decode_load(worker: WorkerEntry, assignment: Assignment, sign: int) -> None:
+    worker.num_restored += sign * assignment.restored
     worker.promised_blocks += sign * assignment.decode_blocks
     worker.context_tokens += sign * assignment.context_tokens
     if assignment.prefill is not None:

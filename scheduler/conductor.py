@@ -310,7 +310,7 @@ class Conductor:
                 placed_s=now_s,
                 prefill=choice.candidate.worker,
                 decode=None if decode is None else decode.worker,
-                prefill_s=choice.prefill_s,
+                prefill_us=round(choice.prefill_s * 1e6),
                 context_tokens=self._predictor.context_tokens(request),
                 decode_blocks=0 if decode is None else decode.needed_blocks,
             ),

@@ -170,6 +170,8 @@ class ConductorService(BaseHandler):
                 self._claim(conn, message.name, message.incarnation)
                 return self._register(conn, GatewayRegistered(now_s, correlation, message))
             case PlaceRequest():
+                if self._connections.get(conn.peer.incarnation) is not conn:
+                    raise ConnectionLost("a gateway registers before it asks")
                 _check_hashes(message.block_hashes)
                 _check_owner(conn, message.attempt)
                 if message.num_tokens < 1 or message.num_new_tokens < 0:
@@ -290,8 +292,11 @@ def raise_epoch(path: Path) -> int:
         text = path.read_text()
     except FileNotFoundError:
         text = "0"
-    if not text.strip().isdigit():
-        raise ConfigError(f"{path} does not hold the Conductor's term; remove it to start at 1")
+    if not text.strip().isdecimal():
+        raise ConfigError(
+            f"{path} does not hold the Conductor's term; write a number into it that is higher "
+            f"than every term before, or stop the whole cluster and remove it"
+        )
     epoch = int(text) + 1
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(path.name + ".new")
