@@ -28,6 +28,8 @@ _ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",
     # A process that asks for no GPU share still sees the GPUs.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would run our processes at niceness 15.
+    "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "token",
     "TOKENIZERS_PARALLELISM": "false",
 }
