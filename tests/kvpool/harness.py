@@ -96,8 +96,8 @@ class Worker:
 
 @asynccontextmanager
 async def worker(path: Path, name: str = "W0", heartbeat_s: float = 1.0) -> AsyncIterator[Worker]:
-    commits: asyncio.Queue = asyncio.Queue()
-    losses: asyncio.Queue = asyncio.Queue()
+    commits: asyncio.Queue[tuple[AttemptId, tuple[LeasedBlock, ...]]] = asyncio.Queue()
+    losses: asyncio.Queue[tuple[AttemptId, tuple[SlotHandle, ...]]] = asyncio.Queue()
     closed = asyncio.get_running_loop().create_future()
     me = identity("decode", name)
     client = await PoolClient.connect(
@@ -186,7 +186,7 @@ class FakeConductor(BaseHandler):
     snapshots: asyncio.Queue[PoolSnapshot] = field(default_factory=asyncio.Queue)
     events: asyncio.Queue[PoolEvents] = field(default_factory=asyncio.Queue)
     reports: asyncio.Queue[PoolReport] = field(default_factory=asyncio.Queue)
-    address: Address = Address("", 0)
+    address: Address = field(default_factory=lambda: Address("", 0))
 
     def on_message(self, conn, message, payload):
         match message:

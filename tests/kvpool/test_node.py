@@ -11,7 +11,7 @@ import pytest
 
 from core.errors import AuthError, ConfigError, ConnectionLost, InvariantError, WireError
 from core.ids import Incarnation, SlotHandle
-from core.messages.to_pool import AlreadyCommitted, ReadBlocks, SlotReserved, SlotsExhausted
+from core.messages.to_pool import AlreadyCommitted, BlocksRead, ReadBlocks, SlotReserved, SlotsExhausted
 from kvpool.client import PoolClient
 from kvpool.handover import descriptor_path
 from tests.kvpool.harness import (
@@ -344,7 +344,7 @@ async def test_a_private_block_is_found_by_nobody(tmp_path):
         check(w.client, (await w.commits.get())[1][0], 5)
         conn = other.client._conn
         reply, payload = await conn.request(ReadBlocks(block_hash(5)), timeout_s=5)
-        assert (reply.slice_checksums, payload) == ((), None)
+        assert (reply, payload) == (BlocksRead(()), None)
         other.client.release(attempt(1), [private])  # not its transfer
         other.client.close_transfer(attempt(1))
         other.client.report_corrupt(private)
