@@ -18,6 +18,8 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b, shake_128
+from itertools import chain
+from operator import mul
 
 import numpy as np
 import numpy.typing as npt
@@ -73,7 +75,7 @@ def toy_generate(
     words = _words_per_token(spec)
     state = 0
     for position, token_id in enumerate(prompt_token_ids):
-        state = _advance(state, position, _token_words(state, token_id, words))
+        state = _advance(state, position, _token_content(state, token_id, words))
     output: list[int] = []
     while True:
         token_id = _next_token(state, SampleRequest(params, prompt_token_ids, output), spec)
@@ -81,7 +83,7 @@ def toy_generate(
         if finish_reason(params, len(output), token_id) is not None:
             return output
         position = len(prompt_token_ids) + len(output) - 1
-        state = _advance(state, position, _token_words(state, token_id, words))
+        state = _advance(state, position, _token_content(state, token_id, words))
 
 
 class ToyEngine:
@@ -101,6 +103,7 @@ class ToyEngine:
         self.num_blocks = num_blocks
         self._cache: Words = np.zeros((num_blocks, *layout), dtype=np.uint64)
         self._bytes = self._cache.data.cast("B")
+        self._words = words
         self._weights = _block_weights(layout, words)
         self._closed = False
 
@@ -161,16 +164,15 @@ class ToyEngine:
 
     def _forward(self, sequence: SequenceStep) -> _Pass:
         """Compute the sequence's new words and the state after each of its tokens."""
-        words = _words_per_token(self.spec)
         state = self._cached_state(sequence.block_ids, sequence.start)
-        values: list[Words] = []
+        contents: list[bytes] = []
         states: list[int] = []
         for position, token_id in enumerate(sequence.token_ids, start=sequence.start):
-            token_words = _token_words(state, token_id, words)
-            state = _advance(state, position, token_words)
-            values.append(token_words)
+            content = _token_content(state, token_id, self._words)
+            state = _advance(state, position, content)
+            contents.append(content)
             states.append(state)
-        return _Pass(np.stack(values), states)
+        return _Pass(contents, states)
 
     def _cached_state(self, block_ids: Sequence[int], num_tokens: int) -> int:
         """Recompute the state after `num_tokens` positions from the cache's bytes."""
@@ -183,9 +185,7 @@ class ToyEngine:
             blocks[-1, :, :, :, num_tokens % block_size :] = 0
         flat = blocks.reshape(num_blocks, -1)
         # Weights of block k are those of block 0 plus a constant times k.
-        first = np.arange(num_blocks, dtype=np.uint64) * np.uint64(
-            2 * block_size * _words_per_token(self.spec)
-        )
+        first = np.arange(num_blocks, dtype=np.uint64) * np.uint64(2 * block_size * self._words)
         total = int((flat @ self._weights).sum()) + int((flat.sum(axis=1) * first).sum())
         return total & _MASK
 
@@ -201,7 +201,8 @@ class ToyEngine:
                 for p in range(sequence.start, sequence.start + len(sequence.token_ids))
             ]
             block_ids, offsets = np.array(positions, dtype=np.intp).T
-            values = np.concatenate([one.values for one in passes])
+            content = b"".join(chain.from_iterable(one.contents for one in passes))
+            values = np.frombuffer(content, dtype="<u8")
             values = values.reshape(len(positions), spec.num_layers, 2, spec.num_kv_heads, -1)
         for layer in range(spec.num_layers):
             if passes:
@@ -228,9 +229,9 @@ class ToyEngine:
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One sequence's forward pass: words `[tokens, words per token]`, and a state per token."""
+    """One sequence's forward pass: for each of its tokens the content, and the state after it."""
 
-    values: Words
+    contents: list[bytes]
     states: list[int]
 
 
@@ -251,18 +252,18 @@ def _block_weights(layout: tuple[int, int, int, int, int], words: int) -> Words:
     return weights.reshape(-1)
 
 
-def _token_words(state: int, token_id: int, words: int) -> Words:
+def _token_content(state: int, token_id: int, words: int) -> bytes:
     """Return a token's K and V, as `[layer][K,V][kv_head][word]`, from all that stands before."""
-    seed = state.to_bytes(8, "little") + token_id.to_bytes(8, "little")
-    return np.frombuffer(shake_128(seed).digest(words * _WORD_BYTES), dtype="<u8")
+    return shake_128(struct.pack("<2Q", state, token_id)).digest(words * _WORD_BYTES)
 
 
-def _advance(state: int, position: int, token_words: Words) -> int:
+def _advance(state: int, position: int, content: bytes) -> int:
     """Return the state with one more token."""
-    values: list[int] = token_words.tolist()
+    values = struct.unpack(f"<{len(content) // _WORD_BYTES}Q", content)
     first = 2 * position * len(values) + 1
     weights = range(first, first + 2 * len(values), 2)
-    return (state + sum(map(int.__mul__, values, weights))) & _MASK
+    added: int = sum(map(mul, values, weights))
+    return (state + added) & _MASK
 
 
 def _draw(state: int, salt: int, counter: int, attempt: int) -> int:

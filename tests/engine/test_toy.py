@@ -275,3 +275,7 @@ def test_wider_heads_are_filled_and_counted_too():
 def test_it_never_reaches_torch():
     code = "import sys, engine.emulated; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_what_the_toy_says_is_pinned():
+    assert toy_generate(PROMPT, PARAMS, SPEC) == [90, 49, 64, 83, 24, 18, 80, 39, 50]
