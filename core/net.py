@@ -201,7 +201,9 @@ class Connection:
         self._pending[correlation] = pending
         try:
             self._enqueue(FrameKind.REQUEST, correlation, message, (), None)
-            return await asyncio.wait_for(pending.future, timeout_s)
+            # Not `wait_for`: in Python 3.11 that loses a cancellation that meets the reply.
+            async with asyncio.timeout(timeout_s):
+                return await pending.future
         finally:
             self._pending.pop(correlation, None)
             if pending.reading:

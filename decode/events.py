@@ -166,6 +166,11 @@ class PublishEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """Take no new requests; what is here is finished."""
+
+
+@dataclass(frozen=True, slots=True)
 class TimePassed:
     """Look at the deadlines; comes a few times a second."""
 
@@ -190,6 +195,7 @@ Event = (
     | StepComputed
     | EngineFailed
     | PublishEnded
+    | DrainStarted
     | TimePassed
 )
 

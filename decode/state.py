@@ -60,6 +60,7 @@ class DecodeState:
         num_blocks: int,
         chunks: ChunkBatcher | None = None,
     ) -> None:
+        self.draining = False
         self.num_generated_tokens = 0
         self.num_preempted = 0
         self.num_corrupt = 0
@@ -107,14 +108,15 @@ class DecodeState:
         )
 
     def counters(self) -> dict[str, float]:
-        """Return what `/metrics` shows; gauges are at 0 when nothing lives, but for `kv_blocks`."""
+        """Return what `/metrics` shows; gauges are 0 when nothing is held."""
         num_running = len(self._in_phase(Phase.RUNNING))
+        allocator = self._batch.allocator
         return {
-            "running_requests": num_running,
-            "waiting_requests": len(self._live) - num_running,
-            "ended_requests_held": len(self._attempts) - len(self._live) + len(self._preempted),
-            "kv_blocks_in_use": self._batch.allocator.num_in_use,
-            "kv_blocks": self._batch.allocator.num_blocks,
+            "requests_running": num_running,
+            "requests_waiting": len(self._live) - num_running,
+            "requests_ending": len(self._attempts) - len(self._live) + len(self._preempted),
+            "kv_blocks_in_use": allocator.num_in_use,
+            "kv_cache_usage": allocator.num_in_use / allocator.num_blocks,
             "generation_tokens_total": self.num_generated_tokens,
             "preemptions_total": self.num_preempted,
             "blocks_published_total": self._batch.publishing.num_committed,
@@ -179,6 +181,8 @@ class DecodeState:
             case ev.PublishEnded(publish_id=publish_id, num_committed=num_committed):
                 self._batch.publishing.end(publish_id, num_committed)
                 self._report_preempted()
+            case ev.DrainStarted():
+                self.draining = True
             case ev.TimePassed():
                 self._look_at_deadlines()
             case _:
@@ -209,6 +213,8 @@ class DecodeState:
         self._see_progress(attempt)
 
     def _refusal(self, attempt: Attempt) -> tuple[FailureCode, str] | None:
+        if self.draining:
+            return FailureCode.DRAINING, "this worker takes no new requests"
         needed, num_blocks = attempt.sequence.max_blocks, self._batch.allocator.num_blocks
         if needed > num_blocks:
             return FailureCode.NEVER_FITS, f"may need {needed} blocks; there are {num_blocks}"

@@ -17,8 +17,9 @@ from typing import Any, assert_never
 
 from core.batching import ChunkBatcher
 from core.config import DecodeConfig
-from core.errors import ConnectionLost, HalfmoonError, WireError
+from core.errors import ConnectionLost, HalfmoonError, InvariantError, WireError
 from core.ids import Address, Incarnation, WorkerRef
+from core.latency import LatencyProfile
 from core.links import ConductorLink, Peers
 from core.messages import to_gateway, to_prefill
 from core.messages.to_conductor import RegisterWorker, WorkerCapacity, WorkerReport, WorkerRole
@@ -43,7 +44,9 @@ _STEP_S_WEIGHT = 0.1
 class DecodeWorker:
     """One decode worker. With `coupled`, a prefill batcher, it also computes prompts.
 
-    It owns `engine` and closes it in `stop`. `resolve_conductor` tells where the Conductor is now.
+    `engine` stays the caller's to close, after `stop`. `resolve_conductor` tells where the
+    Conductor is now. `failed` ends with an exception when the worker finds its own bookkeeping
+    broken: it serves nobody from then on and must be replaced.
     """
 
     def __init__(
@@ -57,10 +60,12 @@ class DecodeWorker:
         pool_socket: Path,
         resolve_conductor: Callable[[], Awaitable[Address]],
         coupled: ChunkBatcher | None = None,
+        profile: LatencyProfile | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.state = DecodeState(config, engine.spec, engine.num_blocks, coupled)
         self._config = config
+        self._profile = profile
         self._engine = engine
         self._role = WorkerRole.DECODE if coupled is None else WorkerRole.COUPLED
         self._identity, self._secret = identity, secret
@@ -105,6 +110,7 @@ class DecodeWorker:
 
     async def start(self) -> None:
         """Connect to the pool node, listen, register. Raises when the pool node does not come."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self._pool.connect(POOL_START_TIMEOUT_S)
         self._listener = await listen(
             self._address,
@@ -120,7 +126,7 @@ class DecodeWorker:
             self._spawn(work())
 
     async def stop(self) -> None:
-        """End everything: gateways see their connections close, the engine is closed."""
+        """End everything, the step under way included; gateways see their connections close."""
         self._stopping = True
         if self._listener is not None:
             await self._listener.close()
@@ -133,7 +139,11 @@ class DecodeWorker:
         # A step or copy under way still uses the engine's memory.
         for thread in (self._engine_thread, self._copier):
             await asyncio.to_thread(thread.shutdown)
-        self._engine.close()
+        self.failed.cancel()
+
+    def drain(self) -> None:
+        """Take no new requests. What is here is finished."""
+        self._handle(ev.DrainStarted())
 
     @property
     def ref(self) -> WorkerRef:
@@ -159,7 +169,16 @@ class DecodeWorker:
     def _note_end(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.critical("%s: a task failed", self._identity.name, exc_info=error)
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Serve nobody any more: our own bookkeeping cannot be trusted."""
+        log.critical("%s: the worker is broken", self._identity.name, exc_info=error)
+        self._stopping = True
+        for conn in self._gateways.values():
+            conn.close("the worker is broken")
+        if not self.failed.done():
+            self.failed.set_exception(error)
 
     async def _tick(self) -> None:
         while True:
@@ -176,7 +195,7 @@ class DecodeWorker:
             max_batch=self._config.max_batch,
             max_chunk_tokens=self._config.max_chunk_tokens,
         )
-        return RegisterWorker(self._role, self.ref, capacity, self.state.attempts(), None)
+        return RegisterWorker(self._role, self.ref, capacity, self.state.attempts(), self._profile)
 
     async def _register_again(self) -> None:
         """Tell the Conductor of a new pool node; a new connection to it tells by itself."""
@@ -191,7 +210,7 @@ class DecodeWorker:
             report = WorkerReport(
                 prefill=self.state.prefill_load(),
                 decode=self.state.load(self._mean_step_s),
-                draining=False,
+                draining=self.state.draining,
             )
             self._conductor.post(report)
 
@@ -234,7 +253,12 @@ class DecodeWorker:
     def _handle(self, event: ev.Event) -> None:
         if self._stopping:
             return
-        for action in self.state.handle(event, time.monotonic()):
+        try:
+            actions = self.state.handle(event, time.monotonic())
+        except InvariantError as error:
+            self._give_up(error)
+            return
+        for action in actions:
             self._execute(action)
         if isinstance(event, ev.PoolConnected) and self._conductor.connected:
             self._spawn(self._register_again())

@@ -61,7 +61,7 @@ def make_request(
     *,
     counter: int = 1,
     attempt: int = 1,
-    coupled: bool = False,
+    prefill: WorkerRef | None = PREFILL,
     num_fetched: int = 0,
     gateway: Incarnation = GATEWAY,
     spec: ModelSpec = SPEC,
@@ -79,7 +79,7 @@ def make_request(
         num_reusable_blocks=len(hashes),
         params=sampling,
         sources=(BlockSource(OTHER_POOL, 0, num_fetched),) if num_fetched else (),
-        prefill=None if coupled else PREFILL,
+        prefill=prefill,
         priority=0,
     )
 
@@ -146,7 +146,7 @@ class World:
             sampling,
             counter=request.counter,
             attempt=attempt,
-            coupled=self.coupled,
+            prefill=None if self.coupled else PREFILL,
             num_fetched=self.random.randint(0, len(prompt) // SPEC.block_size),
         )
         self.requests[message.attempt] = message
@@ -335,7 +335,7 @@ class World:
 
     def check_all_over(self) -> None:
         counters = self.state.counters()
-        for name in ("running_requests", "waiting_requests", "ended_requests_held"):
+        for name in ("requests_running", "requests_waiting", "requests_ending"):
             assert counters[name] == 0, name
         assert counters["kv_blocks_in_use"] == 0
         assert self.transfers == set()
