@@ -9,10 +9,10 @@ from enum import StrEnum
 from core.batching import Piece
 from core.ids import AttemptId, BlockHash, Incarnation
 from core.messages.to_conductor import BlockSource
-from core.messages.to_gateway import PrefillStats
+from core.messages.to_gateway import PrefillStats, TokenEmitted
 from core.messages.to_pool import LeasedBlock
-from core.requests import PositionLogprobs
-from engine.base import SampleRequest, SequenceStep
+from core.requests import FinishReason, PositionLogprobs, finish_reason
+from engine.base import SampleRequest, SequenceResult, SequenceStep
 from prefill.events import PrefillWork
 from prefill.push import Push
 
@@ -28,14 +28,38 @@ class Phase(StrEnum):
 
 
 @dataclass(slots=True)
+class Totals:
+    """Sums since the start, for metrics."""
+
+    computed_tokens: int = 0
+    cached_local_tokens: int = 0
+    cached_pool_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    num_first_tokens: int = 0
+    num_failed: int = 0
+    num_broken_blocks: int = 0
+
+    def count(self, stats: PrefillStats) -> None:
+        """Add an attempt that has its first token."""
+        self.num_first_tokens += 1
+        self.computed_tokens += stats.computed_tokens
+        self.cached_local_tokens += stats.cached_local_tokens
+        self.cached_pool_tokens += stats.cached_pool_tokens
+        self.queue_s += stats.queue_s
+        self.prefill_s += stats.load_s + stats.compute_s
+
+
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt, from its request until nothing touches its blocks any more.
 
     `num_computed` counts tokens, from the first on, whose K and V are complete in `block_ids`;
     `num_published` the full blocks that the paged cache can find. `running_end` is where its piece
-    of the running chunk ends. `num_pending` counts leases, fetches, loads and reservations that
-    are not answered. `own_indices` are the blocks that slots were reserved for at our own node,
-    `own_pool` is that node.
+    of the running chunk ends. `num_asked` counts leases, fetches and reservations that are not
+    answered; they touch no block. `loading` says that a load is not. `own_indices` are the blocks
+    that slots were reserved for at our own node, `own_pool` is that node. `needs_decode` holds as
+    long as a decode worker may want blocks.
     """
 
     work: PrefillWork
@@ -50,7 +74,8 @@ class Attempt:
     num_published: int = 0
     leased: list[LeasedBlock] = field(default_factory=list)
     asked_sources: list[BlockSource] = field(default_factory=list)
-    num_pending: int = 0
+    num_asked: int = 0
+    loading: bool = False
     used_pool: bool = False
     running_end: int | None = None
     own_indices: tuple[int, ...] = ()
@@ -102,9 +127,9 @@ class Attempt:
 
     @property
     def touched(self) -> bool:
-        """Whether something may still read or write its blocks or slots."""
+        """Whether something may still read or write its blocks."""
         busy = any(push.busy for push in self.pushes.values())
-        return busy or self.num_pending > 0 or self.running_end is not None
+        return busy or self.loading or self.running_end is not None
 
     def next_source(self, own: Incarnation) -> BlockSource | None:
         """Return a source, not asked before, that has the first missing block of the prefix."""
@@ -158,13 +183,30 @@ class Attempt:
             compute_s=now_s - started_s,
         )
 
+    def emitted(self, result: SequenceResult, token_id: int, now_s: float) -> TokenEmitted:
+        """Return the first token as the gateway gets it."""
+        return TokenEmitted(
+            attempt=self.attempt,
+            seq=self.work.num_output_tokens,
+            token_id=token_id,
+            logprobs=result.logprobs,
+            finish=self.finish(token_id),
+            stats=self.stats(now_s),
+            prompt_logprobs=tuple(self.prompt_logprobs),
+        )
+
+    def finish(self, token_id: int) -> FinishReason | None:
+        """Tell whether this token ends the generation."""
+        work = self.work
+        return finish_reason(work.params, work.num_output_tokens + 1, token_id)
+
 
 def handed_off(attempt: Attempt) -> bool:
     """Whether nothing is left to do for it."""
     return (
         attempt.phase is Phase.HANDING_OFF
         and not attempt.needs_decode
-        and attempt.num_pending == 0
+        and attempt.num_asked == 0
         and all(push.done for push in attempt.pushes.values())
     )
 

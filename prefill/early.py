@@ -1,4 +1,4 @@
-"""Slots that decode workers named before the request itself came. Pure."""
+"""What comes out of order: slots before their request, requests after a newer attempt. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from core.ids import AttemptId
+from core.ids import AttemptId, RequestId
 from prefill.events import DecodeSlotsReceived
 
 
@@ -50,3 +50,21 @@ class EarlySlots:
 
     def _pop(self, attempts: Iterable[AttemptId]) -> list[DecodeSlotsReceived]:
         return [event for attempt in attempts for event in self._waiting.pop(attempt).events]
+
+
+class SeenAttempts:
+    """The newest attempt seen of each of the latest `max_requests` requests."""
+
+    def __init__(self, max_requests: int) -> None:
+        self._max_requests = max_requests
+        self._newest: OrderedDict[RequestId, int] = OrderedDict()
+
+    def add(self, name: AttemptId) -> None:
+        """Remember an attempt; an older one than seen changes nothing."""
+        self._newest[name.request] = max(name.attempt, self._newest.pop(name.request, 0))
+        if len(self._newest) > self._max_requests:
+            self._newest.popitem(last=False)
+
+    def __contains__(self, name: AttemptId) -> bool:
+        """Whether this attempt or a newer one of its request was seen."""
+        return name.attempt <= self._newest.get(name.request, 0)

@@ -25,41 +25,24 @@ gateway hears of it. The decode worker hears of every end that it did not cause.
 
 from __future__ import annotations
 
-import bisect
-from collections import OrderedDict, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import assert_never
 
 from core.batching import Piece
 from core.config import PrefillConfig
 from core.errors import InvariantError
-from core.ids import AttemptId, Incarnation, PoolRef, RequestId
+from core.ids import AttemptId, Incarnation, PoolRef
 from core.messages.to_conductor import PrefillLoad
 from core.messages.to_gateway import FailureCode, TokenEmitted
 from core.messages.to_pool import SlotReserved
-from core.paged import PagedAllocator
-from core.requests import finish_reason
 from engine.base import ModelSpec, SequenceResult
 from prefill import events as ev
-from prefill.attempt import Attempt, Phase, being_made, handed_off
+from prefill.admission import Admission
+from prefill.attempt import Attempt, Phase, Totals, handed_off
 from prefill.batcher import PrefillBatcher
-from prefill.early import EarlySlots
+from prefill.chunks import Chunks
+from prefill.early import EarlySlots, SeenAttempts
 from prefill.push import Push
-
-
-@dataclass(slots=True)
-class Totals:
-    """Sums since the start, for metrics."""
-
-    computed_tokens: int = 0
-    cached_local_tokens: int = 0
-    cached_pool_tokens: int = 0
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    num_first_tokens: int = 0
-    num_failed: int = 0
-    num_broken_blocks: int = 0
 
 
 class PrefillState:
@@ -69,24 +52,20 @@ class PrefillState:
         self.totals = Totals()
         self.draining = False
         self._config, self._spec = config, spec
-        self._allocator = PagedAllocator(num_blocks)
-        self._batcher = PrefillBatcher(
+        self._admission = Admission(num_blocks=num_blocks, block_size=spec.block_size)
+        batcher = PrefillBatcher(
             max_chunk_tokens=config.max_chunk_tokens,
             max_chunk_requests=config.max_chunk_requests,
             block_size=spec.block_size,
         )
+        self._chunks = Chunks(batcher, max_tokens=config.max_chunk_tokens)
         self._attempts: dict[AttemptId, Attempt] = {}
-        self._queue: list[Attempt] = []
-        self._admission_due = False
         self._early = EarlySlots(
             max_attempts=config.max_queued_requests, ttl_s=config.handoff_timeout_s
         )
-        self._seen: OrderedDict[RequestId, int] = OrderedDict()
+        self._seen = SeenAttempts(4 * config.max_queued_requests)
         self._num_received = 0
         self._own: PoolRef | None = None
-        self._running: tuple[Piece, ...] = ()
-        self._running_layers = 0
-        self._alone: deque[Piece] = deque()
         self._actions: list[ev.Action] = []
         self._now_s = 0.0
 
@@ -94,7 +73,8 @@ class PrefillState:
         """Take one event; return what to do, in order. `now_s` never goes back."""
         self._now_s = now_s
         self._apply(event)
-        self._admit()
+        for attempt in self._admission.admit(self._attempts.values(), now_s):
+            self._lease(attempt)
         self._start_chunk()
         actions, self._actions = self._actions, []
         return actions
@@ -108,7 +88,7 @@ class PrefillState:
             num_waiting=len(waiting),
             num_running=len(computing),
             queued_tokens=sum(a.num_tokens - a.num_computed for a in waiting + computing),
-            free_blocks=self._allocator.num_available,
+            free_blocks=self._admission.num_available,
         )
 
     @property
@@ -119,7 +99,8 @@ class PrefillState:
     @property
     def idle(self) -> bool:
         """Whether nothing at all is held for anybody."""
-        return not self._attempts and not self._early and self._allocator.num_in_use == 0
+        unused = self._admission.num_available == self._admission.num_blocks
+        return unused and not self._attempts and not self._early
 
     def _apply(self, event: ev.Event) -> None:
         match event:
@@ -133,14 +114,10 @@ class PrefillState:
                 self._apply_push(event)
             case ev.SlotsReserved() | ev.ReservationFailed():
                 self._apply_reservation(event)
-            case (
-                ev.PrefixLeased()
-                | ev.PrefixFetched()
-                | ev.PrefixUnavailable()
-                | ev.PrefixBlocksLoaded()
-                | ev.PrefixBlockBroken()
-            ):
-                self._apply_prefix(event)
+            case ev.PrefixLeased() | ev.PrefixFetched() | ev.PrefixUnavailable():
+                self._apply_found(event)
+            case ev.PrefixBlocksLoaded() | ev.PrefixBlockBroken():
+                self._apply_loaded(event)
             case ev.Released() | ev.Cancelled() | ev.GatewayLost() | ev.DecodeLost():
                 self._apply_peer(event)
             case ev.PoolConnected():
@@ -158,7 +135,7 @@ class PrefillState:
 
     def _receive(self, work: ev.PrefillWork) -> None:
         name = work.attempt
-        if name.attempt <= self._seen.get(name.request, 0):
+        if name in self._seen:
             return  # repeated, or older than what was seen
         self._end_older(name)
         early = self._early.take_attempt(name)
@@ -172,8 +149,7 @@ class PrefillState:
         attempt = Attempt(work, self._spec.block_size, self._now_s, self._num_received)
         attempt.needs_decode = work.decode is not None
         self._attempts[name] = attempt
-        bisect.insort(self._queue, attempt, key=lambda a: a.order)
-        self._admission_due = True
+        self._admission.enqueue(attempt)
         for slots in early:
             self._receive_slots(slots)
 
@@ -181,19 +157,19 @@ class PrefillState:
         num_tokens = len(work.token_ids)
         num_blocks = -(-num_tokens // self._spec.block_size)
         most = self._spec.max_model_len
-        if not 0 < num_tokens <= most or num_blocks > self._allocator.num_blocks:
-            held = self._allocator.num_blocks
+        if not 0 < num_tokens <= most or num_blocks > self._admission.num_blocks:
+            held = self._admission.num_blocks
             detail = f"{num_tokens} tokens; the model takes {most}, the cache {held} blocks"
             return FailureCode.NEVER_FITS, detail
         if self.draining:
             return FailureCode.DRAINING, "the worker takes no new requests"
-        if len(self._queue) >= self._config.max_queued_requests:
-            return FailureCode.QUEUE_FULL, f"{len(self._queue)} requests wait already"
+        if self._admission.num_queued >= self._config.max_queued_requests:
+            return FailureCode.QUEUE_FULL, f"{self._admission.num_queued} requests wait already"
         return None
 
     def _receive_slots(self, event: ev.DecodeSlotsReceived) -> None:
         attempt = self._attempts.get(event.attempt)
-        if attempt is None and event.attempt.attempt > self._seen.get(event.attempt.request, 0):
+        if attempt is None and event.attempt not in self._seen:
             self._refuse_slots(self._early.add(event, self._now_s))
             return
         decode = None if attempt is None else attempt.work.decode
@@ -217,35 +193,11 @@ class PrefillState:
         for decode, attempt in {(event.decode, event.attempt): None for event in slots}:
             self._actions.append(ev.SendPrefillGone(decode, attempt))
 
-    # --- admission and the prefix ---
-
-    def _admit(self) -> None:
-        if not self._admission_due or not self._queue:
-            return
-        self._admission_due = False
-        making = being_made(self._attempts.values())
-        for attempt in tuple(self._queue):
-            reusable = attempt.reusable
-            local = self._allocator.match(reusable)
-            if len(local) < len(reusable) and reusable[len(local)] in making:
-                continue
-            self._allocator.acquire(local)
-            fresh = self._allocator.allocate(attempt.num_blocks - len(local))
-            if fresh is None:
-                self._allocator.release(local)
-                return
-            self._queue.remove(attempt)
-            attempt.block_ids = local + fresh
-            attempt.num_local_blocks = attempt.num_published = len(local)
-            attempt.num_computed = attempt.num_cached_tokens
-            attempt.admitted_s = self._now_s
-            attempt.phase = Phase.LOADING
-            making.update(attempt.unpublished)
-            if attempt.num_tokens % self._spec.block_size:
-                self._actions.append(ev.ZeroBlock(attempt.block_ids[-1]))
-            self._lease(attempt)
+    # --- the prefix ---
 
     def _lease(self, attempt: Attempt) -> None:
+        if attempt.num_tokens % self._spec.block_size:
+            self._actions.append(ev.ZeroBlock(attempt.block_ids[-1]))
         missing = attempt.reusable[attempt.num_local_blocks :]
         if missing and self._own is not None:
             self._ask(attempt, ev.LeasePrefix(attempt.attempt, missing))
@@ -268,76 +220,61 @@ class PrefillState:
             return
         first = attempt.num_local_blocks
         block_ids = tuple(attempt.block_ids[first : first + len(attempt.leased)])
-        self._ask(attempt, ev.LoadBlocks(attempt.attempt, tuple(attempt.leased), block_ids))
+        attempt.loading = True
+        blocks = tuple(attempt.leased)
+        self._actions.append(ev.LoadBlocks(attempt.attempt, blocks, block_ids))
 
-    def _ask(self, attempt: Attempt, action: ev.PoolAction) -> None:
-        attempt.num_pending += 1
+    def _ask(
+        self, attempt: Attempt, action: ev.LeasePrefix | ev.FetchPrefix | ev.ReserveOwnSlots
+    ) -> None:
+        attempt.num_asked += 1
         attempt.used_pool = True
         self._actions.append(action)
 
-    def _apply_prefix(
-        self,
-        event: ev.PrefixLeased
-        | ev.PrefixFetched
-        | ev.PrefixUnavailable
-        | ev.PrefixBlocksLoaded
-        | ev.PrefixBlockBroken,
+    def _apply_found(
+        self, event: ev.PrefixLeased | ev.PrefixFetched | ev.PrefixUnavailable
     ) -> None:
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None or attempt.phase is Phase.ENDING:
+            return  # what came is given back with the transfer
+        attempt.num_asked -= 1
+        if isinstance(event, ev.PrefixUnavailable):
+            self._load(attempt)
+        else:
+            attempt.leased += event.blocks
+            self._fetch(attempt)
+
+    def _apply_loaded(self, event: ev.PrefixBlocksLoaded | ev.PrefixBlockBroken) -> None:
         attempt = self._get(event.attempt)
-        attempt.num_pending -= 1
+        attempt.loading = False
+        num_good = len(attempt.leased)
+        if isinstance(event, ev.PrefixBlockBroken):
+            num_good = event.num_good
+            self.totals.num_broken_blocks += 1
         if attempt.phase is Phase.ENDING:
             self._settle(attempt)
-            return
-        match event:
-            case ev.PrefixLeased() | ev.PrefixFetched():
-                attempt.leased += event.blocks
-                self._fetch(attempt)
-            case ev.PrefixUnavailable():
-                self._load(attempt)
-            case ev.PrefixBlocksLoaded():
-                self._loaded(attempt, len(attempt.leased))
-            case ev.PrefixBlockBroken():
-                self.totals.num_broken_blocks += 1
-                self._loaded(attempt, event.num_good)
+        else:
+            self._loaded(attempt, num_good)
 
     def _loaded(self, attempt: Attempt, num_pool_blocks: int) -> None:
         attempt.num_pool_blocks = num_pool_blocks
         attempt.num_computed = attempt.num_cached_tokens
         attempt.loaded_s = self._now_s
         attempt.phase = Phase.COMPUTING
-        self._publish(attempt)
-        self._batcher.add(
-            attempt.attempt,
-            start=attempt.num_computed,
-            end=attempt.num_tokens,
-            priority=attempt.work.priority,
-        )
+        self._admission.publish(attempt)
+        self._chunks.add(attempt)
         self._pump(attempt)
-
-    def _publish(self, attempt: Attempt) -> None:
-        """Let the paged cache find every full block that is complete."""
-        num_complete = attempt.num_computed // self._spec.block_size
-        for index in range(attempt.num_published, num_complete):
-            self._allocator.publish(attempt.block_ids[index], attempt.work.block_hashes[index])
-        attempt.num_published = num_complete
-        self._admission_due = True
 
     # --- computing ---
 
     def _start_chunk(self) -> None:
-        if self._running:
+        pieces = self._chunks.start()
+        if not pieces:
             return
-        if self._alone:
-            self._running = (self._alone.popleft(),)
-        else:
-            self._running = self._batcher.next_chunk(self._config.max_chunk_tokens)
-        if not self._running:
-            return
-        self._running_layers = 0
-        attempts = [self._attempts[piece.attempt] for piece in self._running]
-        steps = [a.step(piece) for a, piece in zip(attempts, self._running, strict=True)]
+        attempts = [self._attempts[piece.attempt] for piece in pieces]
+        steps = [a.step(piece) for a, piece in zip(attempts, pieces, strict=True)]
         self._actions.append(ev.RunChunk(tuple(steps)))
-        for attempt, piece in zip(attempts, self._running, strict=True):
+        for attempt, piece in zip(attempts, pieces, strict=True):
             attempt.running_end = piece.end
             if attempt.started_s is None:
                 attempt.started_s = self._now_s
@@ -356,9 +293,11 @@ class PrefillState:
             self._ask(attempt, ev.ReserveOwnSlots(attempt.attempt, wanted))
 
     def _apply_reservation(self, event: ev.SlotsReserved | ev.ReservationFailed) -> None:
-        attempt = self._get(event.attempt)
-        attempt.num_pending -= 1
-        if attempt.phase is not Phase.ENDING and isinstance(event, ev.SlotsReserved):
+        attempt = self._attempts.get(event.attempt)
+        if attempt is None or attempt.phase is Phase.ENDING:
+            return
+        attempt.num_asked -= 1
+        if isinstance(event, ev.SlotsReserved):
             attempt.own_pool = event.pool.incarnation
             pairs = zip(attempt.own_indices, event.outcomes, strict=True)
             slots = [(i, o.handle) for i, o in pairs if isinstance(o, SlotReserved)]
@@ -367,11 +306,11 @@ class PrefillState:
 
     def _apply_engine(self, event: ev.LayerComputed | ev.ChunkComputed | ev.EngineFailed) -> None:
         if isinstance(event, ev.LayerComputed):
-            self._running_layers = event.layer + 1
-            for piece in self._running:
+            self._chunks.layers_done = event.layer + 1
+            for piece in self._chunks.running:
                 self._pump(self._attempts[piece.attempt])
             return
-        pieces, self._running = self._running, ()
+        pieces = self._chunks.end()
         attempts = [self._attempts[piece.attempt] for piece in pieces]
         for attempt in attempts:
             attempt.running_end = None
@@ -394,40 +333,23 @@ class PrefillState:
                 continue
             attempt.num_computed = piece.end
             attempt.prompt_logprobs += result.prompt_logprobs
-            self._publish(attempt)
+            self._admission.publish(attempt)
             if piece.last:
                 token = self._first_token(attempt, result)
                 tokens.setdefault(attempt.attempt.request.gateway, []).append(token)
         self._actions += [ev.SendTokens(to, tuple(group)) for to, group in tokens.items()]
 
     def _first_token(self, attempt: Attempt, result: SequenceResult) -> TokenEmitted:
-        work = attempt.work
         if result.token_id is None:
             raise InvariantError(f"{attempt.attempt}: the last piece gave no token")
-        finish = finish_reason(work.params, work.num_output_tokens + 1, result.token_id)
         attempt.token_id = result.token_id
         attempt.phase = Phase.HANDING_OFF
-        if finish is not None:
+        if attempt.finish(result.token_id) is not None:
             self._stop_serving_decode(attempt)
         self._progressed(attempt)
         self._send_finished(attempt, result.token_id)
-        stats = attempt.stats(self._now_s)
-        totals = self.totals
-        totals.num_first_tokens += 1
-        totals.computed_tokens += stats.computed_tokens
-        totals.cached_local_tokens += stats.cached_local_tokens
-        totals.cached_pool_tokens += stats.cached_pool_tokens
-        totals.queue_s += stats.queue_s
-        totals.prefill_s += stats.load_s + stats.compute_s
-        return TokenEmitted(
-            attempt.attempt,
-            work.num_output_tokens,
-            result.token_id,
-            result.logprobs,
-            finish,
-            stats,
-            tuple(attempt.prompt_logprobs),
-        )
+        self.totals.count(attempt.stats(self._now_s))
+        return attempt.emitted(result, result.token_id, self._now_s)
 
     def _send_finished(self, attempt: Attempt, token_id: int) -> None:
         decode = attempt.work.decode
@@ -445,7 +367,7 @@ class PrefillState:
             if attempt.phase is Phase.ENDING:
                 continue
             if len(pieces) > 1:
-                self._alone.append(piece)
+                self._chunks.repeat_alone(piece)
             else:
                 self._fail(attempt, FailureCode.ENGINE_ERROR, detail)
 
@@ -465,7 +387,7 @@ class PrefillState:
             return
 
         def num_ready(index: int) -> int:
-            return attempt.num_ready_layers(index, self._spec.num_layers, self._running_layers)
+            return attempt.num_ready_layers(index, self._spec.num_layers, self._chunks.layers_done)
 
         for push in attempt.pushes.values():
             operation = push.next_operation(num_ready, attempt.block_ids)
@@ -547,9 +469,7 @@ class PrefillState:
 
     def _end_older(self, name: AttemptId) -> None:
         """Remember `name` as seen, and end it and every older attempt of its request."""
-        self._seen[name.request] = max(name.attempt, self._seen.pop(name.request, 0))
-        if len(self._seen) > 4 * self._config.max_queued_requests:
-            self._seen.popitem(last=False)
+        self._seen.add(name)
         for attempt in list(self._attempts.values()):
             mine = attempt.attempt
             if mine.request == name.request and mine.attempt <= name.attempt:
@@ -563,17 +483,14 @@ class PrefillState:
     def _end(self, attempt: Attempt, *, tell_decode: bool) -> None:
         if attempt.phase is Phase.ENDING:
             return
-        if attempt.phase is Phase.QUEUED:
-            self._queue.remove(attempt)
+        self._admission.leave(attempt)
         decode = attempt.work.decode
         if tell_decode and attempt.needs_decode and decode is not None:
             self._actions.append(ev.SendPrefillGone(decode.incarnation, attempt.attempt))
         attempt.phase = Phase.ENDING
-        self._batcher.remove(attempt.attempt)
-        self._alone = deque(p for p in self._alone if p.attempt != attempt.attempt)
+        self._chunks.remove(attempt.attempt)
         for push in attempt.pushes.values():
             self._close(push)
-        self._admission_due = True  # what it was making, somebody else has to make
         self._settle(attempt)
 
     def _settle(self, attempt: Attempt) -> None:
@@ -581,10 +498,9 @@ class PrefillState:
         if attempt.touched or self._attempts.get(attempt.attempt) is not attempt:
             return
         del self._attempts[attempt.attempt]
-        self._allocator.release(attempt.block_ids)
+        self._admission.give_back(attempt)
         if attempt.used_pool:
             self._actions.append(ev.CloseTransfer(attempt.attempt))
-        self._admission_due = True
 
     def _get(self, name: AttemptId) -> Attempt:
         attempt = self._attempts.get(name)
@@ -596,24 +512,17 @@ class PrefillState:
 
     def validate(self) -> None:
         """Re-derive what must hold between events. Raises `InvariantError`."""
-        self._allocator.validate([a.block_ids for a in self._attempts.values()])
-        in_chunk = {piece.attempt for piece in self._running}
-        computing = self._batcher.attempts | in_chunk | {piece.attempt for piece in self._alone}
+        self._admission.validate(self._attempts.values())
+        in_chunk = {piece.attempt for piece in self._chunks.running}
+        computing = self._chunks.attempts
         for attempt in self._attempts.values():
-            queued = attempt in self._queue
             wrong = (
-                queued != (attempt.phase is Phase.QUEUED)
-                or (queued and bool(attempt.block_ids))
-                or (not queued and len(attempt.block_ids) not in (0, attempt.num_blocks))
-                or (attempt.phase is Phase.COMPUTING) > (attempt.attempt in computing)
+                (attempt.phase is Phase.COMPUTING and attempt.attempt not in computing)
                 or (attempt.running_end is not None) != (attempt.attempt in in_chunk)
                 or attempt.num_cached_tokens > attempt.num_tokens - 1
-                or attempt.num_published * self._spec.block_size > attempt.num_computed
-                or attempt.num_computed > attempt.num_tokens
+                or not attempt.num_cached_tokens <= attempt.num_computed <= attempt.num_tokens
                 or (attempt.phase is Phase.ENDING and not attempt.touched)
                 or handed_off(attempt)
             )
             if wrong:
                 raise InvariantError(f"the attempt's record contradicts itself: {attempt}")
-        if self._queue != sorted(self._queue, key=lambda a: a.order):
-            raise InvariantError("the queue is out of order")

@@ -18,7 +18,7 @@ from typing import assert_never
 from core.config import PrefillConfig
 from core.errors import ConnectionLost, HalfmoonError, WireError
 from core.hashing import split_hashes, unpack_token_ids
-from core.ids import Address, Incarnation, PoolRef, WorkerRef
+from core.ids import Address, AttemptId, Incarnation, PoolRef, WorkerRef
 from core.latency import LatencyProfile
 from core.links import ConductorLink
 from core.messages import to_decode, to_gateway
@@ -78,6 +78,7 @@ class PrefillWorker:
         )
         self._peers: dict[Incarnation, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._asks: dict[AttemptId, list[asyncio.Task[None]]] = {}
         self._loops: list[asyncio.Task[None]] = []
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-engine")
         self._pool_ref: PoolRef | None = None
@@ -98,6 +99,8 @@ class PrefillWorker:
             self._loop.create_task(work())
             for work in (self._pool.run, self._conductor.run, self._beat)
         ]
+        for task in self._loops:
+            task.add_done_callback(self._done)
 
     @property
     def ref(self) -> WorkerRef:
@@ -108,7 +111,9 @@ class PrefillWorker:
         """
         address = self._listener.endpoint
         assert isinstance(address, Address)
-        pool = self._pool_ref or PoolRef("", self._identity.incarnation, address)
+        pool = self._pool_ref or PoolRef(
+            f"{self._identity.name}-has-none", self._identity.incarnation, address
+        )
         return WorkerRef(self._identity.name, self._identity.incarnation, address, pool)
 
     def drain(self) -> None:
@@ -180,6 +185,8 @@ class PrefillWorker:
                 self._pool.end_writes(action)
             case ev.CloseTransfer():
                 self._pool.close_transfer(action.attempt)
+                for ask in self._asks.pop(action.attempt, ()):
+                    ask.cancel()
             case ev.SendTokens():
                 self._post(action.gateway, TokenFrame(action.tokens))
             case ev.SendFailure():
@@ -190,15 +197,11 @@ class PrefillWorker:
                 self._post(action.decode, finished)
             case ev.SendPrefillGone():
                 self._post(action.decode, PrefillGone(action.attempt))
-            case (
-                ev.LeasePrefix()
-                | ev.FetchPrefix()
-                | ev.LoadBlocks()
-                | ev.ReserveOwnSlots()
-                | ev.BeginWrites()
-                | ev.WriteBlocks()
-                | ev.CommitBlocks()
-            ):
+            case ev.LeasePrefix() | ev.FetchPrefix() | ev.ReserveOwnSlots():
+                # These touch none of our blocks, so the end of the attempt ends them too.
+                task = self._spawn(self._answer(action))
+                self._asks.setdefault(action.attempt, []).append(task)
+            case ev.LoadBlocks() | ev.BeginWrites() | ev.WriteBlocks() | ev.CommitBlocks():
                 self._spawn(self._answer(action))
             case _:
                 assert_never(action)
@@ -221,10 +224,11 @@ class PrefillWorker:
             event = ev.EngineFailed(f"{type(error).__name__}: {error}")
         self._dispatch(event)
 
-    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+    def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

@@ -308,7 +308,9 @@ class Driver:
                     assert handle in self.written
                     self.over.add(handle)
             case ev.CloseTransfer():
-                assert all(w.attempt != action.attempt for w in self.waiting)
+                for waiting in self.waiting:
+                    asks = isinstance(waiting, ev.LeasePrefix | ev.FetchPrefix | ev.ReserveOwnSlots)
+                    assert asks or waiting.attempt != action.attempt, "its blocks are in use"
                 self.seen.closed.append(action.attempt)
             case ev.SendTokens():
                 for token in action.tokens:

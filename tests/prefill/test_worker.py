@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import pytest
 import pytest_asyncio
@@ -35,6 +36,10 @@ async def site():
 
 def oracle(token_ids) -> int:
     return toy_generate(token_ids, SamplingParams(max_tokens=1), SPEC)[0]
+
+
+def has_written(worker, num_bytes: int) -> bool:
+    return bool(worker.stats()["written_local_bytes_total"] == num_bytes)
 
 
 def origins(token) -> tuple[int, int, int]:
@@ -98,7 +103,7 @@ async def test_each_layer_leaves_before_the_next_one_is_computed(site):
     gateway.send(token_ids, attempt=attempt, decode=decode.ref)
     for layer in range(SPEC.num_layers):
         expected = (layer + 1) * len(slots) * SPEC.layer_slice_bytes
-        await eventually(lambda e=expected: worker.stats()["written_local_bytes_total"] == e)
+        await eventually(partial(has_written, worker, expected))
         assert engine.layers_done == layer + 1  # the engine stands at the gate after this layer
         engine.gate.release()
     assert await decode.blocks(attempt, slots) == reference_blocks(token_ids)
