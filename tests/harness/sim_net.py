@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,13 +154,20 @@ class SimConnection:
                 future.set_result((message, raw if raw and into is None else None))
 
     async def _answer(self, number: int, message: Message) -> None:
+        payload: Buffers = ()
+        done: Callable[[], None] = core.net._nothing
+        body: Message
         try:
             reply = await self._handler.on_request(self, message)  # type: ignore[arg-type]
-            body, payload = reply if isinstance(reply, tuple) else (reply, ())
+            body, payload, done = core.net._parts(reply)
         except HalfmoonError as error:
-            body, payload = ErrorReply(type(error).__name__, str(error)), ()
-        if not self.closed:
-            self._transmit("reply", number, self._sends.encode(body), payload)
+            body = ErrorReply(type(error).__name__, str(error))
+        try:
+            if not self.closed:
+                arrives_s = self._transmit("reply", number, self._sends.encode(body), payload)
+                await asyncio.sleep(max(0.0, arrives_s - self._loop.time()) / 2)
+        finally:
+            done()
 
 
 def _fill(target: Sequence[memoryview] | None, raw: bytes) -> None:
@@ -201,7 +208,7 @@ class SimNet:
         self.faults = NetFaults()
         self.listeners: dict[Endpoint, SimListener] = {}
         self.connections: set[SimConnection] = set()
-        self._next_port = 1
+        self._next_port = 1000
 
     def delay_s(self) -> float:
         """A delay for one message."""
