@@ -68,8 +68,18 @@ def plan_for_this_machine(config: Config, console: Console) -> Deployment:
 
 
 @contextlib.contextmanager
-def model_progress(console: Console) -> Iterator[Any]:
-    """Show a bar for what `engine.models` reports."""
+def model_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
+    """Show what `engine.models` reports: a bar on a terminal, a line for each stage elsewhere."""
+    if not console.is_terminal:
+        told: set[str] = set()
+
+        def tell(stage: str, _: float) -> None:
+            if stage not in told:
+                told.add(stage)
+                console.print(stage)
+
+        yield tell
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("looking at the model", total=1.0)

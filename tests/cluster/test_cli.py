@@ -1,0 +1,110 @@
+"""The command line: what it says, what it refuses, and that it starts quickly."""
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from cluster.cli import OVERRIDES, main
+from cluster.config import Config, walk
+
+
+def run(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def test_help_loads_nothing_heavy():
+    script = (
+        "import sys; from cluster.cli import main\n"
+        "try: main(['serve', '--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'ray', 'transformers', 'pydantic', 'rich', 'numpy', 'aiohttp'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--max-model-len" in done.stdout
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run("--version")
+    assert ended.value.code == 0
+    assert re.fullmatch(r"halfmoon \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_every_flag_sets_a_key_that_exists():
+    known = {dotted for dotted, _, _ in walk(Config())}
+    assert set(OVERRIDES.values()) <= known
+
+
+def test_config_show_takes_flags_and_file(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text("decode: {max_batch: 7}")
+    assert run("config", "show", "--config", str(path), "--prefill", "3", "--coupled") == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["decode"]["max_batch"] == 7
+    assert shown["prefill"]["workers"] == 3
+    assert shown["coupled"]["workers"] == 1
+
+
+def refused(capsys, *arguments: str) -> str:
+    """Run a command that has to be refused before anything starts; return its one message."""
+    assert run(*arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_an_unknown_key_is_refused(tmp_path, capsys):
+    path = tmp_path / "c.yaml"
+    path.write_text("modle: x")
+    message = refused(capsys, "serve", "--config", str(path))
+    assert "unknown key `modle`; did you mean `model`?" in message
+
+
+def test_a_taken_port_is_refused(tmp_path, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = refused(
+            capsys, "serve", "--port", str(port), "--state-dir", str(tmp_path / "state")
+        )
+    assert f"port {port} on 127.0.0.1 is taken by process" in message
+    assert "--port" in message
+
+
+def test_a_missing_model_is_refused(tmp_path, capsys):
+    message = refused(
+        capsys, "serve", str(tmp_path / "none"), "--port", "0", "--state-dir", str(tmp_path / "s")
+    )
+    assert "there is no model" in message
+
+
+def test_status_without_a_cluster_says_how_to_start_one(tmp_path, capsys):
+    assert "halfmoon serve" in refused(capsys, "status", "--state-dir", str(tmp_path))
+
+
+def test_a_command_that_is_not_there_is_a_plain_error(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cluster.checks.kill", None)
+    message = refused(capsys, "check", "kill")
+    assert "not in this version" in message
+
+
+def test_tools_have_their_own_arguments(capsys):
+    with pytest.raises(SystemExit) as ended:
+        run("check", "parity", "--help")
+    assert ended.value.code == 0
+    assert "--longest" in capsys.readouterr().out
+
+
+def test_model_list_names_the_known_ones(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert run("model", "list") == 0
+    assert "smollm2-135m-instruct\tnot fetched yet" in capsys.readouterr().out
+    (tmp_path / "halfmoon" / "models" / "smollm2-135m-instruct-1").mkdir(parents=True)
+    assert run("model", "list") == 0
+    assert "smollm2-135m-instruct\tfetched" in capsys.readouterr().out
