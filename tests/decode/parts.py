@@ -202,6 +202,10 @@ class FakeGateway(BaseHandler):
 class Parts:
     """Everything started; `ask` sends a request whose prefill is this prefill worker's."""
 
+    pool: PoolNode
+    prefill: FakePrefill
+    worker: DecodeWorker
+
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.conductor = FakeConductor()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from core.config import DecodeConfig
@@ -12,6 +14,7 @@ from core.messages.to_gateway import FailureCode
 from core.requests import FinishReason
 from decode.attempts import Phase
 from engine.toy import ToyEngine, toy_generate
+from prefill.batcher import PrefillBatcher
 from tests.decode.parts import eventually, running_parts
 from tests.decode.world import ROOT, SPEC, compute_blocks, params
 
@@ -192,6 +195,7 @@ async def test_a_restarted_pool_node_is_found_again(tmp_path):
         parts.prefill.finish.clear()
         waiting = parts.ask(prompt_of(5), params(10))
         await eventually(lambda: len(parts.prefill.slots) == 2)
+        await eventually(lambda: parts.pool.stats().num_reserved == 0)
         old = parts.pool.ref
         await parts.pool.stop()
         await eventually(lambda: len(parts.gateway.failures) == 1)
@@ -246,3 +250,84 @@ async def test_reports_and_registration(tmp_path):
         assert parts.gateway.failures[0].code is FailureCode.DRAINING
         await parts.gateway.finished(request)
         await eventually(lambda: parts.conductor.reports[-1].draining)
+
+
+def mixed() -> PrefillBatcher:
+    return PrefillBatcher(max_chunk_tokens=8, max_chunk_requests=4, block_size=SPEC.block_size)
+
+
+async def test_a_coupled_worker_computes_prompts_beside_decoding(tmp_path):
+    config = DecodeConfig(max_chunk_tokens=8)
+    async with running_parts(tmp_path, config=config, coupled=mixed()) as parts:
+        prompts = [prompt_of(1 + 5 * i, 10 * i) for i in range(6)]
+        sampling = params(16, logprobs=1)
+        requests = [parts.ask(prompt, sampling, coupled=True) for prompt in prompts]
+        for prompt, request in zip(prompts, requests, strict=True):
+            await parts.gateway.finished(request)
+            assert parts.gateway.ids(request) == toy_generate(prompt, sampling, SPEC)
+            first, *others = parts.gateway.tokens[request]
+            assert first.stats is not None
+            assert first.stats.computed_tokens == len(prompt)
+            assert all(token.stats is None for token in others)
+            assert all(token.logprobs is not None for token in (first, *others))
+        await parts.at_base()
+
+
+async def test_a_coupled_worker_reuses_what_it_and_the_pool_know(tmp_path):
+    async with running_parts(tmp_path, coupled=mixed()) as parts:
+        prompt, sampling = prompt_of(21), params(6)
+        for name in ("nothing", "paged cache", "pool"):
+            if name == "pool":
+                # Others push the prompt out of the paged cache, but not out of the pool.
+                for first in (20, 21):
+                    other = parts.ask(prompt_of(200, first), params(2), coupled=True)
+                    await parts.gateway.finished(other)
+            request = parts.ask(prompt, sampling, coupled=True)
+            await parts.gateway.finished(request)
+            assert parts.gateway.ids(request) == toy_generate(prompt, sampling, SPEC), name
+            stats = parts.gateway.tokens[request][0].stats
+            assert stats is not None
+            reused = (stats.cached_local_tokens, stats.cached_pool_tokens)
+            assert reused == {"nothing": (0, 0), "paged cache": (20, 0), "pool": (0, 20)}[name]
+            assert stats.computed_tokens == 21 - sum(reused)
+            await parts.at_base()
+
+
+async def test_a_coupled_worker_goes_on_without_a_pool_node(tmp_path):
+    async with running_parts(tmp_path, coupled=mixed()) as parts:
+        await parts.pool.stop()
+        request = parts.ask(prompt_of(21), params(6), coupled=True)
+        await parts.gateway.finished(request)
+        assert parts.gateway.ids(request) == toy_generate(prompt_of(21), params(6), SPEC)
+        await parts.start_pool()
+
+
+async def test_a_corrupt_block_is_reported_and_never_decoded_from(tmp_path):
+    async with running_parts(tmp_path) as parts:
+        parts.prefill.finish.clear()
+        prompt = prompt_of(9)
+        request = parts.ask(prompt, params(6))
+        await eventually(lambda: parts.pool.stats().num_committed == 3)
+        client = await parts.pool_client()
+        handle = parts.prefill.slots[0].slots[1].handle
+        client.slot(handle)[5] ^= 1
+        parts.prefill.finish.set()
+        await eventually(lambda: len(parts.gateway.failures) == 1)
+        assert parts.gateway.failures[0].code is FailureCode.POOL_LOST
+        assert parts.worker.stats()["corrupt_blocks_total"] == 1
+        await parts.at_base()
+        parts.ask(prompt, params(6), counter=request.counter, attempt=2)
+        await parts.gateway.finished(request)
+        assert parts.gateway.ids(request) == toy_generate(prompt, params(6), SPEC)[1:]
+        await client.close()
+
+
+async def test_a_gateway_speaks_for_its_own_requests_only(tmp_path):
+    async with running_parts(tmp_path) as parts:
+        message = parts.request(prompt_of(5), params(5))
+        stranger = AttemptId(RequestId(Incarnation("another"), 1), 1)
+        parts.gateway.post(replace(message, attempt=stranger))
+        assert parts.gateway.conn is not None
+        conn = parts.gateway.conn
+        await eventually(lambda: conn.closed)
+        assert parts.worker.state.attempts() == ()

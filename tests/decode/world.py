@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from core.batching import ChunkBatcher
 from core.config import DecodeConfig
@@ -124,6 +125,7 @@ class World:
         self.retry = True
         self.num_steps = 0
         self._newest: dict[RequestId, int] = {}
+        self._pool_life = 100
         self._told: set[AttemptId] = set()
         self._next_slot = 0
         self.handle(ev.PoolConnected(POOL))
@@ -166,6 +168,14 @@ class World:
         self.pending.pop(self.random.randrange(len(self.pending)))()
         return True
 
+    def lose_pool(self) -> None:
+        """The pool node dies with all it has, and another life of it comes up."""
+        self.pool.clear()
+        self._pool_life += 1
+        life = Incarnation(f"pool-{self._pool_life}")
+        self.handle(ev.PoolLost())
+        self.handle(ev.PoolConnected(replace(POOL, incarnation=life)))
+
     def run(self, max_events: int = 200_000) -> None:
         for _ in range(max_events):
             if not self.step_one():
@@ -188,10 +198,10 @@ class World:
         match action:
             case ev.ReserveSlots():
                 self.transfers.add(action.attempt)
-                self.later(lambda: self._reserve(action))
+                self.later(partial(self._reserve, action, self._pool_life))
             case ev.FetchPrefix():
                 self.transfers.add(action.attempt)
-                self.later(lambda: self._fetch(action))
+                self.later(partial(self._fetch, action, self._pool_life))
             case ev.SendDecodeSlots():
                 for slot in action.slots:
                     self._prefill_writes(action.attempt, slot.index, slot.handle)
@@ -209,7 +219,7 @@ class World:
             case ev.SendFailure():
                 self._take_failure(action)
             case ev.PublishBlocks():
-                self.later(lambda: self._publish(action))
+                self.later(partial(self._publish, action, self._pool_life))
             case ev.ReportCorrupt():
                 block_hash = self.slots[action.handle][1]
                 if block_hash is not None:
@@ -229,8 +239,11 @@ class World:
         self.slots[handle] = (data, block_hash)
         return LeasedBlock(handle, hash(data))
 
-    def _reserve(self, action: ev.ReserveSlots) -> None:
+    def _reserve(self, action: ev.ReserveSlots, life: int) -> None:
         assert action.attempt in self.transfers, "reserved for a closed transfer"
+        if life != self._pool_life:
+            self.handle(ev.ReserveFailed(action.attempt, "lost"))
+            return
         outcomes: list[ReserveOutcome] = []
         if self.random.random() < self.exhaustion_rate:
             outcomes = [SlotsExhausted() for _ in action.indices]
@@ -243,11 +256,11 @@ class World:
                     outcomes.append(SlotReserved(self._slot(b"", block_hash).handle))
         self.handle(ev.SlotsReserved(action.attempt, action.indices, tuple(outcomes)))
 
-    def _fetch(self, action: ev.FetchPrefix) -> None:
+    def _fetch(self, action: ev.FetchPrefix, life: int) -> None:
         assert action.attempt in self.transfers, "fetched for a closed transfer"
         blocks, hashes = self._blocks_of(action.attempt)
         fetched: list[LeasedBlock] = []
-        limit = len(action.block_hashes)
+        limit = len(action.block_hashes) if life == self._pool_life else 0
         if action.source is not None:
             limit = self.random.randint(0, limit)
         for number in range(action.first, action.first + limit):
@@ -305,7 +318,10 @@ class World:
         results = tuple(self.engine.step(action.sequences))
         self.handle(ev.StepComputed(results))
 
-    def _publish(self, action: ev.PublishBlocks) -> None:
+    def _publish(self, action: ev.PublishBlocks, life: int) -> None:
+        if life != self._pool_life:
+            self.handle(ev.PublishEnded(action.publish_id, 0))
+            return
         for block in action.blocks:
             self.pool.setdefault(block.block_hash, bytes(self.engine.read_block(block.block_id)))
         self.handle(ev.PublishEnded(action.publish_id, len(action.blocks)))
