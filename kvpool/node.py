@@ -114,6 +114,7 @@ class PoolNode:
         self._answers: dict[int, asyncio.Future[net.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved: dict[Incarnation, tuple[int, float]] = {}
+        self._allocating: asyncio.Future[None] | None = None
         self._scratch = memoryview(bytearray(self._layout.slice_bytes))
         self._peers = Peers(
             BaseHandler(),
@@ -233,7 +234,11 @@ class PoolNode:
             size = self._layout.segment_slots(segment) * self._layout.slot_bytes
             for start in range(0, size, _ALLOCATE_BYTES):
                 part = min(_ALLOCATE_BYTES, size - start)
-                await asyncio.shield(asyncio.to_thread(allocate, fd, start, part))
+                # The thread uses the descriptor, which `stop` closes: it has to be waited for.
+                self._allocating = asyncio.ensure_future(
+                    asyncio.to_thread(allocate, fd, start, part)
+                )
+                await asyncio.shield(self._allocating)
 
     # --- events in ---
 

@@ -231,12 +231,14 @@ class PoolLink:
 
     def end_writes(self, action: ev.EndWrites) -> None:
         """Let go of slots; nothing to do when their node is gone."""
-        if self._own is not None and self._own.client.ref.incarnation == action.pool.incarnation:
-            self._own.writer.end(action.handles)
-            return
         task = self._writers.get(action.pool.incarnation)
         if task is not None and task.done() and not task.cancelled() and task.exception() is None:
             task.result().end(action.handles)
+        elif self._own is not None and self._is_own(action.pool):
+            self._own.writer.end(action.handles)
+
+    def _is_own(self, pool: PoolRef) -> bool:
+        return self._own is not None and self._own.client.ref.incarnation == pool.incarnation
 
     def close_transfer(self, attempt: AttemptId) -> None:
         """Give everything of the attempt back to the own node, if there is one."""
@@ -252,9 +254,12 @@ class PoolLink:
 
     async def _writer(self, pool: PoolRef) -> SlotWriter:
         """Return the writer into that life of a node. Raises one of `_FAILURES`."""
-        if self._own is not None and self._own.client.ref.incarnation == pool.incarnation:
-            return self._own.writer
         task = self._writers.get(pool.incarnation)
+        if task is None and self._is_own(pool):
+            assert self._own is not None
+            return self._own.writer
+        # A writer over TCP stays in use when the own link to the same node comes up afterwards:
+        # writes have begun there and only there.
         if task is None:
             task = asyncio.create_task(self._connect_writer(pool))
             self._writers[pool.incarnation] = task
