@@ -11,7 +11,7 @@ ARGS ?=
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml scripts/setup
+$(STAMP): pyproject.toml hatch_build.py scripts/setup $(wildcard engine/native/*.[ch])
 	scripts/setup "$(PYTHON)" $(VENV)
 	@touch $@
 
