@@ -82,6 +82,7 @@ class PrefillWorker:
         self._loops: list[asyncio.Task[None]] = []
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-engine")
         self._pool_ref: PoolRef | None = None
+        self._step_started_s: float | None = None
 
     async def start(self) -> None:
         """Listen, look for the pool node once, register. Raises `OSError` if it cannot listen."""
@@ -141,13 +142,18 @@ class PrefillWorker:
         self.failed.cancel()
 
     def stats(self) -> dict[str, float]:
-        """Gauges of the moment, and counters (`_total`) since the start."""
+        """Gauges of the moment, and counters (`_total`) since the start.
+
+        `step_running_seconds` is how long the engine has been at its present step.
+        """
+        since_s = self._step_started_s
         load, totals, traffic = self._state.load, self._state.totals, self._pool.traffic
         num_blocks = self._engine.num_blocks
         return {
             "requests_running": load.num_running,
             "requests_waiting": load.num_waiting,
             "kv_cache_usage": (num_blocks - load.free_blocks) / num_blocks,
+            "step_running_seconds": 0.0 if since_s is None else self._loop.time() - since_s,
             "prompt_tokens_computed_total": totals.computed_tokens,
             "prompt_tokens_cached_local_total": totals.cached_local_tokens,
             "prompt_tokens_cached_pool_total": totals.cached_pool_tokens,
@@ -214,6 +220,7 @@ class PrefillWorker:
             self._loop.call_soon_threadsafe(self._dispatch, ev.LayerComputed(layer))
 
         event: ev.Event
+        self._step_started_s = self._loop.time()
         try:
             results = await self._loop.run_in_executor(
                 self._engine_thread, self._engine.step, action.steps, layer_done
@@ -222,6 +229,7 @@ class PrefillWorker:
         except Exception as error:  # (whatever the model raises is the request's failure, not ours)
             log.exception("the engine failed")
             event = ev.EngineFailed(f"{type(error).__name__}: {error}")
+        self._step_started_s = None
         self._dispatch(event)
 
     def _spawn(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:

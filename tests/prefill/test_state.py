@@ -80,7 +80,9 @@ def test_when_the_one_that_computes_is_cancelled_another_goes_on():
     driver = Driver()
     driver.request(name(1), tokens(17), decode=None)
     driver.request(name(2), tokens(17), decode=None)
+    assert driver.state.load.num_waiting == 1
     driver.do(ev.Cancelled(name(1)))
+    assert driver.state.load.num_waiting == 0  # at once, though the cancelled chunk still runs
     driver.run()
     assert list(driver.seen.tokens) == [name(2)]
 
@@ -270,6 +272,29 @@ def test_a_request_finished_by_its_first_token_is_pushed_no_further():
     driver.run()
     assert driver.state.idle and not any(driver.written.values())
     assert driver.seen.gone == []
+
+
+def test_a_finished_request_is_still_published_for_others():
+    driver = Driver()
+    driver.do(ev.PoolConnected(OWN))
+    driver.slots(name(1), [0, 1])
+    driver.request(name(1), tokens(6), params=SamplingParams(max_tokens=1))
+    driver.answer(next(a for a in driver.waiting if isinstance(a, ev.ReserveOwnSlots)))
+    while driver.chunk is not None:
+        driver.layer()
+    driver.run()
+    assert driver.pool_blocks == {OWN.incarnation: set(driver.works[name(1)].block_hashes)}
+    assert driver.state.idle
+
+
+def test_an_answer_for_an_attempt_that_is_over_changes_nothing():
+    driver = Driver()
+    driver.do(ev.PoolConnected(OWN))
+    driver.request(name(1), tokens(13))
+    driver.pool_blocks = {OWN.incarnation: set(driver.works[name(1)].block_hashes)}
+    driver.do(ev.Cancelled(name(1)))
+    assert driver.state.idle and driver.seen.closed == [name(1)]
+    assert driver.answer() == []
 
 
 def test_tokens_of_one_step_go_to_each_gateway_in_one_frame():

@@ -241,6 +241,24 @@ async def test_a_corrupt_block_is_a_miss(site):
     assert origins(token) == (len(token_ids) - 2 * BLOCK, 0, 2 * BLOCK)
     assert second.stats()["corrupt_blocks_total"] == 1
     await site.at_base()
+    third = await site.worker("p2", "a")  # the bad copy is gone, the new one is in its place
+    assert origins(await (await site.gateway(third, "to p2")).ask(token_ids)) == (1, 0, 4 * BLOCK)
+
+
+async def test_leases_last_no_longer_than_the_load(site):
+    node = await site.node("a")
+    first, second = await site.worker("p0", "a"), await site.worker("p1", "a")
+    token_ids = prompt(4 * BLOCK + 1)
+    await (await site.gateway(first, "to p0")).ask(token_ids)
+    await site.at_base()
+    engine = site.engines["p1"]
+    engine.gate = threading.Semaphore(0)
+    gateway = await site.gateway(second, "to p1")
+    attempt = gateway.send(token_ids)
+    await eventually(lambda: engine.layers_done == 1)
+    assert node.stats().num_leases == 0
+    engine.gate.release(100)
+    assert origins(await gateway.token(attempt)) == (1, 0, 4 * BLOCK)
 
 
 async def test_a_pool_node_that_dies_costs_a_recompute_and_its_next_life_is_used(site):
