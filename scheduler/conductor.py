@@ -66,11 +66,16 @@ from scheduler.policies import POLICIES, Choice, PolicyState
 
 
 class Conductor:
-    """The scheduler of one term (`epoch`). Raises `ConfigError` for an unknown policy."""
+    """The scheduler of one term (`epoch`). Wants a `Ticked` every `report_interval_s`.
+
+    Raises `ConfigError` for an unknown policy, or a timeout too short for the reports.
+    """
 
     def __init__(self, config: ConductorConfig, epoch: int) -> None:
         if config.policy not in POLICIES:
             raise ConfigError(f"policy {config.policy!r} is none of {', '.join(POLICIES)}")
+        if config.worker_timeout_s < 4 * config.report_interval_s:
+            raise ConfigError("worker_timeout_s must be at least four times report_interval_s")
         self.config = config
         self.epoch = epoch
         self.view = ClusterView()

@@ -98,7 +98,7 @@ class PagedMachine(RuleBasedStateMachine):
 
 
 TestPagedMachine = PagedMachine.TestCase
-TestPagedMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestPagedMachine.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
 
 
 def test_a_prefix_loses_its_end_first():

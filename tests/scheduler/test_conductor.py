@@ -32,7 +32,16 @@ from scheduler.events import (
     RequestSnapshot,
     Ticked,
 )
-from tests.scheduler.cases import IDLE, Cluster, attempt, hashes, pool_ref, report, two_by_two
+from tests.scheduler.cases import (
+    IDLE,
+    Cluster,
+    attempt,
+    hashes,
+    pool_ref,
+    report,
+    two_by_two,
+    worker_ref,
+)
 
 
 def ranges(placement: Placement):
@@ -151,6 +160,16 @@ def test_decode_goes_by_predicted_step_time():
         names.append(placement.decode.name)
     # In ms, decode-0 against decode-1: 21.1 : 21.1, 23.2 : 12.1, 23.2 : 14.2, 23.2 : 16.3.
     assert names == ["decode-0", "decode-1", "decode-1", "decode-1"]
+
+
+def test_the_step_time_is_that_of_a_full_batch_and_no_larger():
+    cluster = Cluster()
+    pool = cluster.add_pool("pool")
+    cluster.add_worker("p", "prefill", pool)
+    cluster.add_worker("d", "decode", pool, max_batch=2)
+    steps_s = [cluster.place(counter, 90).predicted_tbt_s for counter in range(4)]
+    # 10 ms + 1 ms a sequence + 0.01 ms for each of its 90 + 20 / 2 tokens
+    assert steps_s == pytest.approx([0.012, 0.014, 0.014, 0.014])
 
 
 def test_decode_goes_where_memory_is():
@@ -445,26 +464,27 @@ def test_a_silent_peer_is_lost_unless_it_was_the_conductor_that_slept():
 
 def test_an_attempt_whose_end_nobody_told_is_forgotten_when_its_workers_are_idle():
     cluster = two_by_two()
-    placement = cluster.place(1, 100)
-    decode = placement.decode
-    assert decode is not None
     busy = WorkerReport(None, DecodeLoad(0, 1, 100, 900, 0.01), False)
 
-    def seconds(count, decode_report):
+    def seconds(count, decode_report=IDLE):
         for _ in range(count):
             cluster.now_s += 1
             for worker in list(cluster.conductor.view.workers.values()):
                 cluster.report(worker.ref, IDLE)
-            cluster.report(decode, decode_report)
+            cluster.report(worker_ref("decode-0", pool_ref("pool-0")), decode_report)
             for pool in cluster.conductor.view.pools:
                 cluster.handle(PoolReported(cluster.now_s, pool, PoolReport(0, 0, 0, 0, 0, ())))
             cluster.handle(Ticked(cluster.now_s))
 
+    seconds(10)
+    cluster.place(1, 100)
+    seconds(1)
+    assert len(cluster.conductor.view.assignments) == 1, "the reports may be from before"
     seconds(10, busy)
     assert len(cluster.conductor.view.assignments) == 1
-    seconds(3, IDLE)
+    seconds(3)
     assert len(cluster.conductor.view.assignments) == 1
-    seconds(2, IDLE)
+    seconds(2)
     assert cluster.conductor.view.assignments == {}
 
 
@@ -506,6 +526,12 @@ def test_an_older_attempt_in_a_registration_does_not_replace_a_newer_one():
     cluster.place(1, 100, number=3)
     cluster.add_worker("prefill-1", "prefill", pool_ref("pool-1"), attempts=(attempt(1, 2),))
     assert cluster.conductor.view.assignments[attempt(1).request].attempt.attempt == 3
+    restarted = two_by_two()
+    pool = pool_ref("pool-0")
+    restarted.add_worker("decode-0", "decode", pool, attempts=(attempt(1, 3),))
+    restarted.add_worker("prefill-0", "prefill", pool, attempts=(attempt(1, 2),))
+    known = restarted.conductor.view.assignments[attempt(1).request]
+    assert (known.attempt, known.prefill) == (attempt(1, 3), None)
 
 
 def test_messages_of_strangers_change_nothing():
@@ -523,6 +549,11 @@ def test_messages_of_strangers_change_nothing():
 def test_an_unknown_policy_is_refused_with_the_known_ones():
     with pytest.raises(ConfigError, match="'clever' is none of random, round-robin"):
         Conductor(ConductorConfig(policy="clever"), 1)
+
+
+def test_a_timeout_that_reports_cannot_keep_is_refused():
+    with pytest.raises(ConfigError, match="four times"):
+        Conductor(ConductorConfig(report_interval_s=0.5, worker_timeout_s=1.9), 1)
 
 
 def test_validate_notices_a_wrong_load():

@@ -194,7 +194,7 @@ async def test_nobody_there_is_answered_at_once(tmp_path):
 
 
 async def test_the_end_of_a_connection_is_the_loss_of_its_peer(tmp_path):
-    async with scene(tmp_path) as made:
+    async with scene(tmp_path, worker_timeout_s=1000.0) as made:
         worker, _ = await made.worker("p")
         assert len((await made.state()).workers) == 1
         worker.close()
@@ -295,12 +295,13 @@ async def test_peers_speak_for_themselves_only(tmp_path):
         ("stranger", GetClusterState()),
     ],
 )
-async def test_each_kind_of_peer_has_its_own_messages(tmp_path, kind, message):
+async def test_each_kind_of_peer_has_its_own_messages(tmp_path, caplog, kind, message):
     async with scene(tmp_path) as made:
         conn, _ = await made.dial(kind, kind, Incarnation(f"{kind}-1"))
         with pytest.raises(ConnectionLost):
             await ask(conn, message)
         assert made.service.conductor.num_placed == 0
+        assert ("no business here" if kind == "stranger" else "unknown message") in caplog.text
 
 
 async def test_malformed_requests_are_refused_and_hurt_nobody(tmp_path):

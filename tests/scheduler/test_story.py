@@ -73,7 +73,7 @@ CONFIGS = [{"policy": policy} for policy in POLICIES] + [
 ]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.randoms(use_true_random=False), st.sampled_from(CONFIGS))
 def test_random_histories_keep_every_invariant(rng, config):
     cluster = CheckedCluster(**config)
