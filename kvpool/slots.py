@@ -508,7 +508,7 @@ class SlotTable:
         if not writing:
             del self._writing[slot.writer]
         slot.writer = None
-        if slot.state is SlotState.QUARANTINED and not slot.verifying:
+        if slot.state is SlotState.QUARANTINED:
             self._free_slot(index)
 
     def _take_slot(self, key: TransferKey, block_hash: BlockHash | None) -> int:
@@ -569,6 +569,7 @@ class SlotTable:
     ) -> None:
         story = f"slot {index}: {slot}, {holders} holders, owner {owner}"
         _require(slot.num_holders == holders and slot.owner == owner, story)
+        _require(slot.writer is None or not slot.verifying, story)
         match slot.state:
             case SlotState.FREE:
                 _require(slot == Slot(), story)
@@ -589,6 +590,8 @@ class SlotTable:
         _require(sorted(self._free) == free, "the free list is wrong")
         public = {s.block_hash: i for i, s in slots if self._is_public(i)}
         _require(self._index == public, "the index by hash is wrong")
+        num_public = sum(self._is_public(i) for i, _ in slots)
+        _require(num_public == len(public), "two public slots hold one block")
         evictable = sum(not self._slots[i].num_holders for i in public.values())
         _require(len(self._policy) == evictable, "the policy knows other blocks")
         writing = {(s.writer, i) for i, s in slots if s.writer is not None}

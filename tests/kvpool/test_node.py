@@ -11,7 +11,13 @@ import pytest
 
 from core.errors import AuthError, ConfigError, ConnectionLost, InvariantError, WireError
 from core.ids import Incarnation, SlotHandle
-from core.messages.to_pool import AlreadyCommitted, BlocksRead, ReadBlocks, SlotReserved, SlotsExhausted
+from core.messages.to_pool import (
+    AlreadyCommitted,
+    BlocksRead,
+    ReadBlocks,
+    SlotReserved,
+    SlotsExhausted,
+)
 from kvpool.client import PoolClient
 from kvpool.handover import descriptor_path
 from tests.kvpool.harness import (
