@@ -62,12 +62,14 @@ class PoolLink:
         secret: bytes,
         socket_path: Path,
         on_change: Callable[[PoolRef | None], None],
+        heartbeat_s: float,
     ) -> None:
         self.traffic = Traffic()
         self._config, self._engine = config, engine
         self._identity, self._secret = identity, secret
         self._socket_path = socket_path
         self._on_change = on_change
+        self._heartbeat_s = heartbeat_s
         self._own: _Own | None = None
         self._lost = asyncio.Event()
         self._writers: dict[Incarnation, asyncio.Task[RemoteSlotWriter]] = {}
@@ -87,6 +89,7 @@ class PoolLink:
                 on_loss=_ignore,
                 on_closed=lambda reason: lost.set(),
                 timeout_s=self._config.load_timeout_s,
+                heartbeat_s=self._heartbeat_s,
             )
         except _FAILURES as error:
             log.info("%s: no pool node yet: %s", self._identity.name, error)
@@ -277,6 +280,7 @@ class PoolLink:
             secret=self._secret,
             on_closed=lambda reason: self._forget_writer(pool.incarnation, task),
             timeout_s=self._config.load_timeout_s,
+            heartbeat_s=self._heartbeat_s,
         )
 
     def _forget_writer(self, pool: Incarnation, task: object) -> None:

@@ -26,7 +26,7 @@ from core.messages.to_conductor import RegisterWorker, WorkerCapacity, WorkerRep
 from core.messages.to_decode import PrefillFinished, PrefillGone
 from core.messages.to_gateway import AttemptFailed, TokenFrame
 from core.messages.to_prefill import CancelPrefill, DecodeSlots, PrefillRequest, ReleasePrefill
-from core.net import BaseHandler, Connection, Identity, Listener, listen
+from core.net import HEARTBEAT_S, BaseHandler, Connection, Identity, Listener, listen
 from core.wire import Message, MessageSet
 from engine.base import Engine
 from prefill import events as ev
@@ -59,10 +59,12 @@ class PrefillWorker:
         pool_socket: Path,
         resolve_conductor: Callable[[], Awaitable[Address]],
         profile: LatencyProfile | None = None,
+        heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self._config, self._engine = config, engine
         self._identity, self._secret = identity, secret
         self._listen_at = listen
+        self._heartbeat_s = heartbeat_s
         self._profile = profile
         self._state = PrefillState(config, engine.spec, engine.num_blocks)
         self._pool = PoolLink(
@@ -72,9 +74,14 @@ class PrefillWorker:
             secret=secret,
             socket_path=pool_socket,
             on_change=self._pool_changed,
+            heartbeat_s=heartbeat_s,
         )
         self._conductor = ConductorLink(
-            resolve_conductor, identity=identity, secret=secret, register=self._registration
+            resolve_conductor,
+            identity=identity,
+            secret=secret,
+            register=self._registration,
+            heartbeat_s=heartbeat_s,
         )
         self._peers: dict[Incarnation, Connection] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,6 +101,7 @@ class PrefillWorker:
             identity=self._identity,
             secret=self._secret,
             sets=_message_sets,
+            heartbeat_s=self._heartbeat_s,
         )
         await self._pool.connect()
         self._loops = [

@@ -279,6 +279,7 @@ def test_a_finished_request_is_still_published_for_others():
     driver.do(ev.PoolConnected(OWN))
     driver.slots(name(1), [0, 1])
     driver.request(name(1), tokens(6), params=SamplingParams(max_tokens=1))
+    driver.answer(next(a for a in driver.waiting if isinstance(a, ev.LeasePrefix)))
     driver.answer(next(a for a in driver.waiting if isinstance(a, ev.ReserveOwnSlots)))
     while driver.chunk is not None:
         driver.layer()
