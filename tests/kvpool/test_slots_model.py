@@ -361,6 +361,14 @@ class SlotMachine(RuleBasedStateMachine):
             if not self.holders(use):
                 self.uses.remove(use)
 
+    @rule()
+    def flush(self):
+        added, removed = self.table.take_changes()
+        assert not self.known & set(added)
+        assert set(removed) <= self.known
+        self.known = (self.known | set(added)) - set(removed)
+        assert self.known == set(self.table.public_hashes())
+
     # --- what must hold ---
 
     @invariant()
@@ -377,11 +385,6 @@ class SlotMachine(RuleBasedStateMachine):
         )
         expected = {block_hash(n) for n in range(8) if self.public(n) is not None}
         assert set(self.table.public_hashes()) == expected
-        added, removed = self.table.take_changes()
-        assert not self.known & set(added)
-        assert set(removed) <= self.known
-        self.known = (self.known | set(added)) - set(removed)
-        assert self.known == expected
 
 
 SlotMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
