@@ -62,14 +62,16 @@ class PastRequests:
 class Attempt:
     """One attempt. Block numbers count the request's blocks from 0.
 
-    `tokens` are prompt and outputs; the KV of the first `num_computed` of them is in the paged
-    cache once the attempt runs. `hashes` are those of full blocks as far as they are known.
-    `busy` counts orders (to the pool, the loader) without an outcome yet: until it is 0 and the
-    attempt is in no step, neither its slots nor its paged blocks may be given back.
+    `prompt` is the client's own, `tokens` are prompt and outputs; the KV of the first
+    `num_computed` of them is in the paged cache once the attempt runs. `hashes` are those of full
+    blocks as far as they are known. `busy` counts orders (to the pool, the loader) without an
+    outcome yet: until it is 0 and the attempt is in no step, neither its slots nor its paged
+    blocks may be given back.
     """
 
     request: DecodeRequest
     sequence: BatchedSequence
+    prompt: tuple[int, ...]
     tokens: list[int]
     num_known: int
     hashes: list[BlockHash]
@@ -119,6 +121,7 @@ class Attempt:
         return cls(
             request=request,
             sequence=sequence,
+            prompt=tuple(tokens[:num_prompt]),
             tokens=tokens,
             num_known=len(tokens),
             hashes=hashes,
@@ -138,14 +141,9 @@ class Attempt:
         return self.request.prefill is None
 
     @property
-    def num_prompt(self) -> int:
-        """Tokens of the client's own prompt."""
-        return self.num_known - self.request.num_output_tokens
-
-    @property
     def num_output(self) -> int:
         """Outputs so far, over all attempts."""
-        return len(self.tokens) - self.num_prompt
+        return len(self.tokens) - len(self.prompt)
 
     @property
     def num_full(self) -> int:
@@ -205,19 +203,17 @@ class Attempt:
         params = self.request.params
         sample = None
         if end == len(self.tokens):
-            prompt, outputs = self.tokens[: self.num_prompt], self.tokens[self.num_prompt :]
-            sample = SampleRequest(params, tuple(prompt), tuple(outputs))
+            outputs = tuple(self.tokens[len(self.prompt) :])
+            sample = SampleRequest(params, self.prompt, outputs)
         # Prompt logprobs were reported by the first attempt that emitted a token.
-        wants_prompt = start < self.num_prompt - 1 and self.request.num_output_tokens == 0
+        wants_prompt = start < len(self.prompt) - 1 and self.request.num_output_tokens == 0
         return SequenceStep(
             token_ids=tuple(self.tokens[start:end]),
             start=start,
             block_ids=tuple(self.sequence.table),
             sample=sample,
             prompt_logprobs=params.prompt_logprobs if wants_prompt else None,
-            next_token_ids=tuple(self.tokens[start + 1 : min(end + 1, self.num_prompt)])
-            if wants_prompt
-            else (),
+            next_token_ids=self.prompt[start + 1 : end + 1] if wants_prompt else (),
         )
 
     def stats(self, now_s: float) -> PrefillStats | None:

@@ -172,28 +172,33 @@ class PoolLink:
     async def load(self, action: ev.LoadBlocks) -> ev.Event:
         """Carry out `LoadBlocks`: copy and check one block after the other."""
         started_s = time.monotonic()
+        sources: list[memoryview] = []
+        problem: str | None = None
+        for block in action.blocks:
+            try:
+                sources.append(self.client.slot(block.leased.handle))
+            except _UNREACHABLE as error:
+                problem = str(error)
+                break
         loop = asyncio.get_running_loop()
-        try:
-            for number, block in enumerate(action.blocks):
-                handle = block.leased.handle
-                try:
-                    source = self.client.slot(handle)
-                except _UNREACHABLE as error:
-                    return ev.LoadFailed(action.attempt, number, str(error))
-                checksum = await loop.run_in_executor(
-                    self._copier, self._copy_in, block.block_id, source
-                )
-                if checksum != block.leased.checksum:
-                    return ev.BlockCorrupt(action.attempt, number, handle)
-            return ev.BlocksLoaded(action.attempt)
-        finally:
-            self.load_seconds += time.monotonic() - started_s
+        num_good = await loop.run_in_executor(self._copier, self._copy_in, action.blocks, sources)
+        self.load_seconds += time.monotonic() - started_s
+        if num_good < len(sources):
+            handle = action.blocks[num_good].leased.handle
+            return ev.BlockCorrupt(action.attempt, num_good, handle)
+        if problem is not None:
+            return ev.LoadFailed(action.attempt, num_good, problem)
+        return ev.BlocksLoaded(action.attempt)
 
-    def _copy_in(self, block_id: int, source: memoryview) -> int:
-        """Copy a slot into the paged cache and return the checksum of the copy."""
-        self._engine.write_block(block_id, source)
+    def _copy_in(self, blocks: tuple[ev.BlockToLoad, ...], sources: list[memoryview]) -> int:
+        """Copy slots into the paged cache until a copy's checksum is wrong; return how many."""
         layers = range(self._engine.spec.num_layers)
-        return block_checksum([slice_checksum(self._read(block_id, i)) for i in layers])
+        for number, (block, source) in enumerate(zip(blocks, sources, strict=False)):
+            self._engine.write_block(block.block_id, source)
+            checksums = [slice_checksum(self._read(block.block_id, layer)) for layer in layers]
+            if block_checksum(checksums) != block.leased.checksum:
+                return number
+        return len(sources)
 
     def _read(self, block_id: int, layer: int) -> memoryview:
         return self._engine.read_slice(block_id, layer).cast("B")

@@ -32,12 +32,13 @@ from core.batching import ChunkBatcher
 from core.config import DecodeConfig
 from core.errors import InvariantError
 from core.ids import AttemptId, Incarnation, PoolRef, RequestId
-from core.messages.to_conductor import DecodeLoad, PrefillLoad
+from core.messages.to_conductor import WorkerReport
 from core.messages.to_decode import DecodeRequest
 from core.messages.to_gateway import FailureCode, TokenEmitted
 from core.requests import finish_reason
 from decode import events as ev
 from decode.attempts import Attempt, PastRequests, Phase
+from decode.load import decode_load, prefill_load
 from decode.receiving import Receiving, ReceivingEvent
 from decode.running import RunningBatch
 from engine.base import ModelSpec, SequenceResult
@@ -83,28 +84,13 @@ class DecodeState:
         """Return the attempts that live."""
         return tuple(a.id for a in self._live.values())
 
-    def load(self, step_s: float) -> DecodeLoad:
+    def report(self, step_s: float) -> WorkerReport:
         """Return the load for the Conductor; the caller measured `step_s`."""
-        running = self._in_phase(Phase.RUNNING)
-        return DecodeLoad(
-            num_waiting=len(self._live) - len(running),
-            num_running=len(running),
-            context_tokens=sum(a.num_computed for a in running),
-            free_blocks=self._batch.allocator.num_available,
-            step_s=step_s,
-        )
-
-    def prefill_load(self) -> PrefillLoad | None:
-        """Return a coupled worker's other load."""
-        if not self._batch.computes_prompts:
-            return None
-        unfinished = [a for a in self._live.values() if a.num_computed < a.num_known]
-        num_running = sum(a.phase is Phase.RUNNING for a in unfinished)
-        return PrefillLoad(
-            num_waiting=len(unfinished) - num_running,
-            num_running=num_running,
-            queued_tokens=sum(a.num_known - a.num_computed for a in unfinished),
-            free_blocks=self._batch.allocator.num_available,
+        live, free_blocks = self._live.values(), self._batch.allocator.num_available
+        return WorkerReport(
+            prefill=prefill_load(live, free_blocks) if self._batch.computes_prompts else None,
+            decode=decode_load(live, free_blocks, step_s),
+            draining=self.draining,
         )
 
     def counters(self) -> dict[str, float]:

@@ -22,7 +22,7 @@ from core.ids import Address, Incarnation, WorkerRef
 from core.latency import LatencyProfile
 from core.links import ConductorLink, Peers
 from core.messages import to_gateway, to_prefill
-from core.messages.to_conductor import RegisterWorker, WorkerCapacity, WorkerReport, WorkerRole
+from core.messages.to_conductor import RegisterWorker, WorkerCapacity, WorkerRole
 from core.messages.to_decode import CancelDecode, DecodeRequest, PrefillFinished, PrefillGone
 from core.messages.to_gateway import AttemptFailed, TokenFrame
 from core.messages.to_prefill import DecodeSlots, ReleasePrefill
@@ -207,12 +207,7 @@ class DecodeWorker:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self._config.report_interval_s)
-            report = WorkerReport(
-                prefill=self.state.prefill_load(),
-                decode=self.state.load(self._mean_step_s),
-                draining=self.state.draining,
-            )
-            self._conductor.post(report)
+            self._conductor.post(self.state.report(self._mean_step_s))
 
     # --- gateways ---
 

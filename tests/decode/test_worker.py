@@ -81,7 +81,7 @@ async def test_blocks_made_by_decoding_are_in_the_pool(tmp_path):
 @pytest.mark.parametrize("how", ["cancel", "newer attempt", "gateway lost"])
 async def test_leaving_in_each_phase_leaves_nothing(tmp_path, phase, how):
     async with running_parts(tmp_path) as parts:
-        prompt, sampling = prompt_of(9), params(240)
+        prompt, sampling = prompt_of(9), params(120)
         if phase is Phase.RECEIVING:
             parts.prefill.finish.clear()
         request = parts.ask(prompt, sampling)
@@ -170,11 +170,11 @@ async def test_losing_the_prefill_worker_before_all_is_here_gives_the_attempt_ba
 
 async def test_losing_the_prefill_worker_afterwards_is_no_loss(tmp_path):
     async with running_parts(tmp_path) as parts:
-        request = parts.ask(prompt_of(9), params(200))
+        request = parts.ask(prompt_of(9), params(60))
         await eventually(lambda: request in parts.gateway.tokens)
         await parts.prefill.stop()
         await parts.gateway.finished(request)
-        assert parts.gateway.ids(request) == toy_generate(prompt_of(9), params(200), SPEC)[1:]
+        assert parts.gateway.ids(request) == toy_generate(prompt_of(9), params(60), SPEC)[1:]
 
 
 async def test_a_prefill_that_makes_no_progress_is_given_up(tmp_path):
@@ -189,7 +189,7 @@ async def test_a_prefill_that_makes_no_progress_is_given_up(tmp_path):
 
 async def test_a_restarted_pool_node_is_found_again(tmp_path):
     async with running_parts(tmp_path) as parts:
-        prompt, sampling = prompt_of(9), params(240)
+        prompt, sampling = prompt_of(9), params(120)
         running = parts.ask(prompt, sampling)
         await eventually(lambda: running in parts.gateway.tokens)
         parts.prefill.finish.clear()
@@ -238,7 +238,7 @@ async def test_an_engine_error_fails_the_step_and_not_the_worker(tmp_path):
 
 async def test_reports_and_registration(tmp_path):
     async with running_parts(tmp_path) as parts:
-        request = parts.ask(prompt_of(9), params(240))
+        request = parts.ask(prompt_of(9), params(120))
         await eventually(
             lambda: any(r.decode and r.decode.num_running == 1 for r in parts.conductor.reports)
         )
