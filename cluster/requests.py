@@ -237,11 +237,8 @@ class RequestMachine:
         return [*actions, SetTimer(now_s + self._limits.stall_s)]
 
     def _rejected(self, now_s: float, rejection: Rejection) -> list[Action]:
-        if self.num_attempts == 1:
-            retry_after_s = rejection.retry_after_s
-            overloaded = rejection.overloaded
-            outcome = Overloaded(retry_after_s) if overloaded else Unavailable(retry_after_s)
-            return self._end(outcome)
+        if self.num_attempts == 1 and rejection.overloaded:
+            return self._end(Overloaded(rejection.retry_after_s))
         # Better a worker that failed before than none: it may be well again.
         self._excluded.clear()
         pause_s = min(max(rejection.retry_after_s, FIRST_BACKOFF_S), MAX_BACKOFF_S)
@@ -393,7 +390,7 @@ class RequestMachine:
         actions = self._cancels(None)
         if self.state in RUNNING:
             actions.append(self._attempt_ended())
-        elif self.state is State.PLACING and not isinstance(outcome, Overloaded | Unavailable):
+        elif self.state is State.PLACING and not isinstance(outcome, Overloaded):
             self._asked = self.attempt  # AttemptEnded must not overtake the placement
         self.state = State.ENDED
         self.placement = None

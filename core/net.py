@@ -465,25 +465,37 @@ class Listener:
         self.connections: set[Connection] = set()
         self._sock = sock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._clients: set[socket.socket] = set()  # whose greeting is not over
+        self._retry: asyncio.TimerHandle | None = None
 
     def start(self, accept: Callable[[socket.socket], Awaitable[Connection | None]]) -> None:
         """Begin to accept."""
-        self._spawn(self._accept_forever(accept))
+        # Not a task on sock_accept: cancelled at the wrong moment, it would lose a socket.
+        asyncio.get_running_loop().add_reader(self._sock, self._accept_one, accept)
 
-    async def _accept_forever(
-        self, accept: Callable[[socket.socket], Awaitable[Connection | None]]
-    ) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            client, _ = await loop.sock_accept(self._sock)
-            self._spawn(self._admit(accept, client))
+    def _accept_one(self, accept: Callable[[socket.socket], Awaitable[Connection | None]]) -> None:
+        try:
+            client, _ = self._sock.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as error:  # no descriptor left: try again when some may be free
+            log.warning("cannot accept at %s: %s", self.endpoint, error)
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._sock)
+            self._retry = loop.call_later(1.0, self.start, accept)
+            return
+        self._clients.add(client)
+        self._spawn(self._admit(accept, client))
 
     async def _admit(
         self,
         accept: Callable[[socket.socket], Awaitable[Connection | None]],
         client: socket.socket,
     ) -> None:
-        conn = await accept(client)
+        try:
+            conn = await accept(client)
+        finally:
+            self._clients.discard(client)
         if conn is not None:
             self.connections = {c for c in self.connections if not c.closed} | {conn}
 
@@ -493,12 +505,18 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop accepting and close every accepted connection."""
+        """Stop accepting and close every accepted connection. Calling it twice is allowed."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._sock.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._sock)
+            self._sock.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._sock.close()
+        for client in self._clients:
+            client.close()
         if isinstance(self.endpoint, UnixEndpoint):
             self.endpoint.path.unlink(missing_ok=True)
         for conn in self.connections:

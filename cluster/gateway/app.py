@@ -278,7 +278,7 @@ class Api:
         )
 
     async def _version(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        return _json({"version": importlib.metadata.version("halfmoon")}, caller)
+        return _json({"version": _version()}, caller)
 
     async def _load(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         return _json({"server_load": self._dispatcher.num_requests}, caller)
@@ -297,6 +297,13 @@ class Api:
             "owned_by": "halfmoon",
             "max_model_len": self._config.max_model_len,
         }
+
+
+def _version() -> str:
+    try:
+        return importlib.metadata.version("halfmoon")
+    except importlib.metadata.PackageNotFoundError:  # run from the source tree
+        return "unknown"
 
 
 def _spec(

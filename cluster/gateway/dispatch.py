@@ -310,7 +310,7 @@ class Dispatcher:
             return
         match reply:
             case Placement():
-                self._metrics.placed(reply.reason)
+                self._metrics.placed(reply.reason.partition(":")[0])
                 live.generation.placed.set()
                 self._feed(live, Placed(self._now_s(), attempt, reply))
             case Rejection():

@@ -105,7 +105,7 @@ class Metrics:
         self._rejections.labels(self._model, "gateway", reason).inc()
 
     def placed(self, reason: str) -> None:
-        """Count a placement, by the policy's reason."""
+        """Count a placement. `reason` is the policy's name, not its story: labels are bounded."""
         self._placements.labels(self._model, "gateway", reason).inc()
 
     def migrated(self) -> None:

@@ -291,7 +291,7 @@ def hash_root(salt: str) -> HashRoot:
 
 def config(**changes: object) -> GatewayConfig:
     base = GatewayConfig(
-        model_name=MODEL, max_model_len=256, block_size=BLOCK, enable_forced_tokens=True,
+        model_name=MODEL, max_model_len=512, block_size=BLOCK, enable_forced_tokens=True,
         place_timeout_s=2.0, retry_window_s=5.0,
     )  # fmt: skip
     return dataclasses.replace(base, **changes)  # type: ignore[arg-type]
