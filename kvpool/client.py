@@ -40,7 +40,15 @@ from core.messages.to_pool import (
     WritesBegun,
     WriteSlices,
 )
-from core.net import HEARTBEAT_S, BaseHandler, Connection, Identity, UnixEndpoint, dial
+from core.net import (
+    HEARTBEAT_S,
+    MAX_CONCURRENT_REQUESTS,
+    BaseHandler,
+    Connection,
+    Identity,
+    UnixEndpoint,
+    dial,
+)
 from core.wire import Message
 from kvpool.checksum import pack_checksums, slice_checksum
 from kvpool.handover import descriptor_path, receive_segments
@@ -50,6 +58,9 @@ OnCommits = Callable[[AttemptId, tuple[LeasedBlock, ...]], None]
 OnLoss = Callable[[AttemptId, tuple[SlotHandle, ...]], None]
 OnClosed = Callable[[str], None]
 _R = TypeVar("_R")
+
+_MAX_FETCHES = MAX_CONCURRENT_REQUESTS // 2
+"""Slow requests must leave room on the connection: the node stops reading when it is full."""
 
 
 class SlotWriter(Protocol):
@@ -97,6 +108,7 @@ class PoolClient:
         self._timeout_s = timeout_s
         self._in_flight: dict[AttemptId, int] = {}
         self._closing: set[AttemptId] = set()
+        self._fetch_turns = asyncio.Semaphore(_MAX_FETCHES)
         self._tasks: set[asyncio.Task[Message]] = set()
 
     @classmethod
@@ -169,7 +181,8 @@ class PoolClient:
         ask = FetchBlocks(attempt, source, join_hashes(block_hashes), ttl_s, deadline_s)
         # The node bounds each batch (at least a block) by the deadline; this is only its backstop.
         timeout_s = self._timeout_s + deadline_s * (len(block_hashes) + 2)
-        return (await self._ask(attempt, ask, BlocksLeased, timeout_s)).blocks
+        async with self._fetch_turns:
+            return (await self._ask(attempt, ask, BlocksLeased, timeout_s)).blocks
 
     async def _ask(
         self, attempt: AttemptId, ask: Message, expected: type[_R], timeout_s: float
@@ -373,8 +386,27 @@ class _WriteLedger:
         self._open: dict[SlotHandle, dict[int, int]] = {}
 
     async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        ask = BeginWrites(tuple(handles))
-        reply, _ = await self._conn.request(ask, timeout_s=self._timeout_s)
+        # Shielded: the node may have accepted what a cancelled caller will never end.
+        task = asyncio.ensure_future(self._begin(tuple(handles)))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda done: self._end_begun(handles, done))
+            raise
+
+    def _end_begun(
+        self, handles: Sequence[SlotHandle], task: asyncio.Task[tuple[bool, ...]]
+    ) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self.end(handles)
+
+    async def _begin(self, handles: tuple[SlotHandle, ...]) -> tuple[bool, ...]:
+        try:
+            reply, _ = await self._conn.request(BeginWrites(handles), timeout_s=self._timeout_s)
+        except TimeoutError:
+            # Whether the slots are ours to end is unknown; without the connection they are not.
+            self._conn.close("no answer to BeginWrites")
+            raise
         if not isinstance(reply, WritesBegun) or len(reply.accepted) != len(handles):
             raise WireError("expected WritesBegun with an answer for each handle")
         for handle, accepted in zip(handles, reply.accepted, strict=True):

@@ -17,7 +17,7 @@ from typing import assert_never
 
 from core import net
 from core.config import PoolNodeConfig
-from core.errors import ConnectionLost, HalfmoonError, RemoteError, WireError
+from core.errors import ConfigError, ConnectionLost, HalfmoonError, RemoteError, WireError
 from core.hashing import join_hashes
 from core.ids import Address, Incarnation, PoolRef
 from core.links import ConductorLink, Peers
@@ -160,7 +160,13 @@ class PoolNode:
             self._spawn(work())
 
     async def _open(self) -> None:
-        tcp = await self._listen_at(self._listen)
+        try:
+            tcp = await self._listen_at(self._listen)
+        except OSError as error:
+            raise ConfigError(
+                f"pool node {self._identity.name} cannot listen at {self._listen}: "
+                f"{error.strerror or error}: choose another address or port 0"
+            ) from error
         try:
             assert isinstance(tcp.endpoint, Address)
             self.ref = PoolRef(self._identity.name, self._identity.incarnation, tcp.endpoint)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import os
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from core.messages.to_pool import (
 )
 from kvpool.client import PoolClient
 from kvpool.handover import descriptor_path
+from kvpool.node import PoolNode
 from tests.kvpool.harness import (
     CONFIG,
     LAYERS,
@@ -32,6 +34,7 @@ from tests.kvpool.harness import (
     content,
     hashes,
     identity,
+    nobody,
     put,
     remote_writer,
     reserve_slots,
@@ -336,6 +339,23 @@ async def test_what_a_cancelled_request_brings_is_given_back(tmp_path):
         await until(lambda: at_base(node))
 
 
+async def test_a_cancelled_begin_leaves_no_writer_behind(tmp_path):
+    async with (
+        running_node(tmp_path) as node,
+        worker(node.socket_path) as w,
+        remote_writer(node) as writer,
+    ):
+        handles = await reserve_slots(w.client, attempt(1), [1, 2])
+        asking = asyncio.create_task(writer.begin(handles))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        w.client.close_transfer(attempt(1))
+        await until(lambda: node.stats().num_transfers == 0)
+        await until(lambda: at_base(node))
+
+
 async def test_a_private_block_is_found_by_nobody(tmp_path):
     async with (
         running_node(tmp_path) as node,
@@ -456,6 +476,21 @@ async def test_a_second_node_of_the_same_name_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+async def test_a_taken_port_is_refused_with_the_fix(tmp_path):
+    async with running_node(tmp_path, "N0") as node:
+        second = PoolNode(
+            CONFIG,
+            identity=identity("pool", "N1"),
+            secret=SECRET,
+            listen=node.ref.address,
+            socket_dir=tmp_path,
+            resolve_conductor=nobody,
+        )
+        with pytest.raises(ConfigError, match="choose another address or port"):
+            await second.start()
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["N0.fds", "N0.lock", "N0.sock"]
+
+
 async def test_a_pool_that_does_not_fit_is_refused_with_the_fix(tmp_path):
     with pytest.raises(ConfigError, match=r"needs \d+ MiB .* make the pool at most \d+ MiB"):
         async with running_node(tmp_path, num_slots=1 << 40, segment_bytes=1 << 50):
@@ -470,6 +505,7 @@ async def test_descriptors_and_files_go_back_to_base(tmp_path):
     def segments() -> int:
         return Path("/proc/self/maps").read_text().count("memfd:halfmoon-pool")
 
+    gc.collect()  # what earlier tests left to it
     before = descriptors()
     async with running_node(tmp_path) as node:
         for number in range(3):
