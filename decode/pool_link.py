@@ -92,7 +92,7 @@ class PoolLink:
             try:
                 await self._connect()
             except _UNREACHABLE as error:
-                log.info("%s: no pool node yet: %s", self._identity.name, error)
+                log.debug("%s: no pool node yet: %s", self._identity.name, error)
 
     async def _connect(self) -> None:
         if self._client is not None:

@@ -13,11 +13,12 @@ from core.batching import ChunkBatcher
 from core.config import DecodeConfig, PoolNodeConfig
 from core.errors import HalfmoonError
 from core.hashing import unpack_token_ids
-from core.ids import Address, AttemptId, Incarnation, RequestId, WorkerRef
+from core.ids import Address, AttemptId, BlockHash, Incarnation, RequestId, WorkerRef
 from core.messages import to_conductor, to_decode, to_gateway, to_prefill
 from core.messages.to_conductor import Registered, RegisterWorker, WorkerReport
 from core.messages.to_decode import CancelDecode, DecodeRequest, PrefillFinished
 from core.messages.to_gateway import AttemptFailed, TokenEmitted, TokenFrame
+from core.messages.to_pool import SlotReserved
 from core.messages.to_prefill import DecodeSlots, ReleasePrefill
 from core.net import BaseHandler, Connection, Identity, Listener, dial, listen
 from core.requests import SamplingParams
@@ -213,17 +214,20 @@ class Parts:
         self.resubmit = False
         self._counter = itertools.count(1)
 
-    async def start_pool(self, num_slots: int = 256) -> PoolNode:
-        self.pool = PoolNode(
-            PoolNodeConfig(num_slots, SPEC.block_bytes, SPEC.num_layers),
-            identity=identity("pool", "n0"),
+    async def start_pool(self) -> None:
+        self.pool = await self.start_pool_node("n0")
+
+    async def start_pool_node(self, name: str) -> PoolNode:
+        node = PoolNode(
+            PoolNodeConfig(256, SPEC.block_bytes, SPEC.num_layers),
+            identity=identity("pool", name),
             secret=SECRET,
             listen=ANY_PORT,
             socket_dir=self.directory,
             resolve_conductor=self.conductor.resolve,
         )
-        await self.pool.start()
-        return self.pool
+        await node.start()
+        return node
 
     def request(
         self,
@@ -283,9 +287,9 @@ class Parts:
         stats = self.pool.stats()
         return stats.num_reserved + stats.num_leases + stats.num_transfers + stats.num_quarantined
 
-    async def pool_client(self) -> PoolClient:
+    async def pool_client(self, node: PoolNode | None = None) -> PoolClient:
         return await PoolClient.connect(
-            self.pool.socket_path,
+            (node or self.pool).socket_path,
             identity=identity("decode", "reader"),
             secret=SECRET,
             on_commits=lambda attempt, blocks: None,
@@ -293,6 +297,21 @@ class Parts:
             on_closed=lambda reason: None,
             timeout_s=TIMEOUT_S,
         )
+
+
+async def put_blocks(client: PoolClient, hashes: list[BlockHash], blocks: list[bytes]) -> None:
+    """Commit blocks to a pool node, as a prefill worker does that publishes them."""
+    transfer = AttemptId(RequestId(Incarnation("publisher"), 1), 1)
+    outcomes = await client.reserve(transfer, hashes, 0, ttl_s=TIMEOUT_S)
+    handles = [outcome.handle for outcome in outcomes if isinstance(outcome, SlotReserved)]
+    writer = client.writer()
+    await writer.begin(handles)
+    size = SPEC.layer_slice_bytes
+    for layer in range(SPEC.num_layers):
+        part = slice(layer * size, (layer + 1) * size)
+        await writer.write(layer, handles, [memoryview(block)[part] for block in blocks])
+    assert all(await writer.commit(handles))
+    client.close_transfer(transfer)
 
 
 @contextlib.asynccontextmanager

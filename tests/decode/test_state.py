@@ -82,8 +82,10 @@ def test_whatever_ends_an_attempt_at_any_moment_leaves_nothing(seed, coupled, nu
         case 0:
             for request in requests:
                 world.handle(ev.Cancelled(AttemptId(request, 1)))
+            assert world.state.attempts() == ()
         case 1:
             world.handle(ev.GatewayLost(requests[0].gateway))
+            assert world.state.attempts() == ()
         case 2:
             world.handle(ev.PrefillLost(PREFILL.incarnation))
         case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -9,13 +10,14 @@ import pytest
 from core.config import DecodeConfig
 from core.hashing import extend_block_hashes
 from core.ids import AttemptId, Incarnation, RequestId
+from core.messages.to_conductor import BlockSource
 from core.messages.to_decode import CancelDecode
 from core.messages.to_gateway import FailureCode
 from core.requests import FinishReason
 from decode.attempts import Phase
 from engine.toy import ToyEngine, toy_generate
 from prefill.batcher import PrefillBatcher
-from tests.decode.parts import eventually, running_parts
+from tests.decode.parts import Parts, eventually, put_blocks, running_parts
 from tests.decode.world import ROOT, SPEC, compute_blocks, params
 
 
@@ -331,3 +333,109 @@ async def test_a_gateway_speaks_for_its_own_requests_only(tmp_path):
         conn = parts.gateway.conn
         await eventually(lambda: conn.closed)
         assert parts.worker.state.attempts() == ()
+
+
+async def fetch_from_another_node(parts: Parts, num_there: int, *, coupled: bool) -> RequestId:
+    """Ask for 21 tokens; sources promise 5 blocks at another node, which has `num_there`."""
+    node = await parts.start_pool_node("n1")
+    client = await parts.pool_client(node)
+    prompt, sampling = prompt_of(21), params(6)
+    hashes = extend_block_hashes(ROOT, prompt, SPEC.block_size)
+    if num_there:
+        await put_blocks(client, hashes[:num_there], compute_blocks(prompt)[:num_there])
+    message = parts.request(prompt, sampling, coupled=coupled)
+    message = replace(message, sources=(BlockSource(node.ref, 0, 5),))
+    parts.gateway.post(message)
+    request = message.attempt.request
+    await parts.gateway.finished(request)
+    expected = toy_generate(prompt, sampling, SPEC)
+    assert parts.gateway.ids(request) == expected[0 if coupled else 1 :]
+    await parts.at_base()
+    await client.close()
+    await node.stop()
+    return request
+
+
+@pytest.mark.parametrize("num_there", [0, 3, 5])
+async def test_what_sources_name_is_fetched_and_the_rest_written_by_prefill(tmp_path, num_there):
+    async with running_parts(tmp_path) as parts:
+        await fetch_from_another_node(parts, num_there, coupled=False)
+        written = {slot.index for message in parts.prefill.slots for slot in message.slots}
+        assert written == set(range(num_there, 6))
+
+
+@pytest.mark.parametrize("num_there", [0, 3, 5])
+async def test_a_coupled_worker_fetches_what_sources_name(tmp_path, num_there):
+    async with running_parts(tmp_path, coupled=mixed()) as parts:
+        request = await fetch_from_another_node(parts, num_there, coupled=True)
+        stats = parts.gateway.tokens[request][0].stats
+        assert stats is not None
+        assert stats.cached_pool_tokens == num_there * SPEC.block_size
+        assert stats.computed_tokens == 21 - num_there * SPEC.block_size
+
+
+async def test_a_gateway_that_connects_anew_has_lost_what_it_asked_before(tmp_path):
+    async with running_parts(tmp_path) as parts:
+        old = parts.gateway.conn
+        assert old is not None
+        parts.ask(prompt_of(9), params(120))
+        await eventually(lambda: parts.worker.state.attempts() != ())
+        await parts.gateway.connect(parts.worker)
+        request = parts.ask(prompt_of(9), params(5))
+        await parts.gateway.finished(request)
+        await parts.at_base()
+        old.close()
+        await old.wait_closed()
+        again = parts.ask(prompt_of(9), params(5))
+        await parts.gateway.finished(again)
+
+
+class GatedEngine(ToyEngine):
+    """Waits in each step for `gate`."""
+
+    def __init__(self) -> None:
+        super().__init__(SPEC, 64)
+        self.gate = threading.Event()
+        self.num_steps = 0
+
+    def step(self, sequences, layer_done=None):
+        self.num_steps += 1
+        assert self.gate.wait(60)
+        return super().step(sequences, layer_done)
+
+
+@pytest.mark.parametrize("how", ["cancel", "newer attempt", "gateway lost"])
+async def test_work_stops_within_a_step_and_blocks_stay_until_it_is_over(tmp_path, how):
+    engine = GatedEngine()
+    async with running_parts(tmp_path, engine=engine) as parts:
+        request = parts.ask(prompt_of(9), params(120))
+        await eventually(lambda: engine.num_steps == 1)
+        assert parts.gateway.conn is not None
+        match how:
+            case "cancel":
+                parts.gateway.post(CancelDecode(AttemptId(request, 1)))
+            case "newer attempt":
+                parts.prefill.finish.clear()
+                parts.ask(prompt_of(9), params(5), counter=request.counter, attempt=2)
+            case _:
+                parts.gateway.conn.close()
+        await eventually(lambda: AttemptId(request, 1) not in parts.worker.state.attempts())
+        assert parts.worker.stats()["kv_blocks_in_use"] == 3
+        engine.gate.set()
+        await eventually(lambda: parts.worker.stats()["kv_blocks_in_use"] == 0)
+        assert engine.num_steps == 1
+        assert request not in parts.gateway.tokens
+
+
+async def test_blocks_are_loaded_while_a_step_runs(tmp_path):
+    engine = GatedEngine()
+    async with running_parts(tmp_path, engine=engine) as parts:
+        first = parts.ask(prompt_of(9), params(5))
+        await eventually(lambda: engine.num_steps == 1)
+        second = parts.ask(prompt_of(17, 30), params(5))
+        await eventually(lambda: parts.worker.stats()["requests_running"] == 2)
+        assert engine.num_steps == 1
+        engine.gate.set()
+        for request, prompt in ((first, prompt_of(9)), (second, prompt_of(17, 30))):
+            await parts.gateway.finished(request)
+            assert parts.gateway.ids(request) == toy_generate(prompt, params(5), SPEC)[1:]
