@@ -57,7 +57,7 @@ def refused(capsys, *arguments: str) -> str:
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1
-    return err
+    return str(err)
 
 
 def test_an_unknown_key_is_refused(tmp_path, capsys):
