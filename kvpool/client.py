@@ -256,10 +256,10 @@ class PoolClient:
 
     def writer(self) -> SlotWriter:
         """Return a writer through shared memory."""
-        return LocalSlotWriter(self._conn, self._slices, self._timeout_s)
+        return LocalSlotWriter(self._conn, self._slice, self._timeout_s)
 
-    def _slices(self, handle: SlotHandle) -> list[memoryview]:
-        return self._segments.slices(self._checked_index(handle))
+    def _slice(self, handle: SlotHandle, layer: int) -> memoryview:
+        return self._segments.slice(self._checked_index(handle), layer)
 
     async def close(self) -> None:
         """End the connection; the node gives back everything of this worker.
@@ -280,10 +280,10 @@ class LocalSlotWriter:
     def __init__(
         self,
         conn: Connection,
-        slices: Callable[[SlotHandle], list[memoryview]],
+        slice_of: Callable[[SlotHandle, int], memoryview],
         timeout_s: float,
     ) -> None:
-        self._slices = slices
+        self._slice_of = slice_of
         self._ledger = _WriteLedger(conn, timeout_s)
 
     async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
@@ -295,10 +295,10 @@ class LocalSlotWriter:
     ) -> None:
         """See `SlotWriter`. Raises `WireError` for a layer or slice that does not fit."""
         for handle, data in self._ledger.select(handles, slices):
-            target = self._slices(handle)
-            if not 0 <= layer < len(target) or data.nbytes != target[layer].nbytes:
-                raise WireError(f"{data.nbytes} bytes do not fit layer {layer} of {handle}")
-            target[layer][:] = data
+            target = self._slice_of(handle, layer)
+            if data.nbytes != target.nbytes:
+                raise WireError(f"{data.nbytes} bytes are no slice of {target.nbytes}")
+            target[:] = data
             self._ledger.record(layer, handle, slice_checksum(data))
 
     async def commit(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:

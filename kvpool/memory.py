@@ -125,9 +125,13 @@ class Segments:
         return self._views[segment][start : start + self.layout.slot_bytes]
 
     def slice(self, index: int, layer: int) -> memoryview:
-        """Return one layer of a slot."""
-        step = self.layout.slice_bytes
-        return self.slot(index)[layer * step : (layer + 1) * step]
+        """Return one layer of a slot. Raises `WireError` when there is no such layer."""
+        layout = self.layout
+        if not 0 <= layer < layout.num_layers:
+            raise WireError(f"there is no layer {layer} of {layout.num_layers}")
+        segment, slot = divmod(index, layout.slots_per_segment)
+        start = slot * layout.slot_bytes + layer * layout.slice_bytes
+        return self._views[segment][start : start + layout.slice_bytes]
 
     def slices(self, index: int) -> list[memoryview]:
         """Return the slot's bytes by layer."""

@@ -439,6 +439,19 @@ async def connect(node, me, secret, on_closed=print) -> PoolClient:
     )
 
 
+async def test_a_local_writer_refuses_what_does_not_fit(tmp_path):
+    async with running_node(tmp_path) as node, worker(node.socket_path) as w:
+        (handle,) = await reserve_slots(w.client, attempt(1), [1])
+        writer = w.client.writer()
+        await writer.write(0, [handle], content(1)[:1])  # not begun: dropped
+        assert not any(w.client.slot(handle))
+        assert await writer.begin([handle]) == (True,)
+        for layer, data in ((LAYERS, content(1)[0]), (-1, content(1)[0]), (0, content(1)[0][1:])):
+            with pytest.raises(WireError):
+                await writer.write(layer, [handle], [data])
+        assert not any(w.client.slot(handle))
+
+
 async def test_who_may_connect(tmp_path):
     async with running_node(tmp_path) as node:
         with pytest.raises(AuthError):
