@@ -12,15 +12,16 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
+from cluster.figures import Figure, Report, add_output_arguments
 from core.requests import SamplingParams
 from engine.base import SampleRequest, SequenceStep
+from engine.models import resolve_model
 from engine.transformers_engine import TransformersEngine
 
 _BLOCK_SIZE = 16
@@ -28,91 +29,72 @@ _GREEDY = SamplingParams(max_tokens=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A figure to reach: our speed over the reference's, at least `ratio`."""
+class Case:
+    """What to measure: a decode step after `context` tokens, or with batch 0 their prefill."""
 
     name: str
     batch: int
     context: int
-    ratio: float
-
-    @property
-    def is_prefill(self) -> bool:
-        """Whether the whole context is computed, rather than one token after it."""
-        return self.batch == 0
+    at_least: float
 
 
-TARGETS = (
-    Target("decode step, batch 16, 512 tokens of context", 16, 512, 2.5),
-    Target("decode step, batch 1, 512 tokens of context", 1, 512, 1.3),
-    Target("prefill of 2048 tokens", 0, 2048, 1.0),
+CASES = (
+    Case("decode step, batch 16, context 512", 16, 512, 2.5),
+    Case("decode step, batch 1, context 512", 1, 512, 1.3),
+    Case("prefill of 2048 tokens", 0, 2048, 1.0),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """One measured line; times are medians."""
-
-    name: str
-    reference_s: float
-    ours_s: float
-    ratio: float
-    target: float
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the target is reached."""
-        return self.ratio >= self.target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's own arguments."""
-    parser.add_argument("model", type=Path, help="folder of the model, weights in safetensors")
-    parser.add_argument("--threads", type=int, default=1, help="threads of both sides")
-    parser.add_argument("--rounds", type=int, default=7, help="times each side is measured")
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of our prefill chunks")
-    parser.add_argument("--isa", default="auto", help="auto, none, generic, x86-64-v3, x86-64-v4")
+    add = parser.add_argument
+    add("model", nargs="?", default="smollm2-135m-instruct", help="a known model, folder or hub id")
+    add("--threads", type=int, default=1, help="threads of both sides (1)")
+    add("--rounds", type=int, default=7, help="times each side is measured (7)")
+    add("--chunk", type=int, default=512, help="tokens of our prefill chunks (512)")
+    add("--isa", default="auto", help="kernels: auto, none, generic, x86-64-v3 or x86-64-v4")
+    add_output_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """Measure, print the table, and return `{"figures": [...], "missed": [names], ...}`."""
-    model_dir = Path(args.model)
-    torch.set_num_threads(args.threads)
-    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
-    )
-    longest = max(target.context for target in TARGETS) + args.rounds + 2
-    num_blocks = max((t.context + args.rounds + 2) * max(t.batch, 1) for t in TARGETS)
+def run(args: argparse.Namespace) -> Report:
+    """Measure both sides and report our speed over the reference's."""
+    model_dir = resolve_model(args.model)
     engine = TransformersEngine(
         model_dir,
         block_size=_BLOCK_SIZE,
-        num_blocks=-(-num_blocks // _BLOCK_SIZE) + max(t.batch for t in TARGETS),
-        max_model_len=longest,
+        num_blocks=max(_blocks_needed(case, args.rounds) for case in CASES),
+        max_model_len=max(case.context for case in CASES) + args.rounds + 2,
         num_threads=args.threads,
         isa=args.isa,
     )
-    print(f"{args.threads} thread(s), kernels: {engine.isa}, {args.rounds} rounds, medians")
-    figures = [_measure(target, reference, engine, args) for target in TARGETS]
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="sdpa", use_safetensors=True
+    )
+    report = Report(f"engine against transformers, {args.threads} thread(s), kernels {engine.isa}")
+    for case in CASES:
+        reference_s, ours_s = _measure(case, reference, engine, args)
+        name = f"{case.name}: reference {reference_s * 1e3:.1f} ms, ours {ours_s * 1e3:.1f} ms"
+        report.figures.append(Figure(name, reference_s / ours_s, "x as fast", case.at_least))
+        report.details[case.name] = {"reference_s": reference_s, "ours_s": ours_s}
     engine.close()
-    return {
-        "threads": args.threads,
-        "isa": engine.isa,
-        "figures": [{**asdict(figure), "is_met": figure.is_met} for figure in figures],
-        "missed": [figure.name for figure in figures if not figure.is_met],
-    }
+    report.notes.append(f"Medians of {args.rounds} interleaved rounds; prefill chunk {args.chunk}.")
+    return report
+
+
+def _blocks_needed(case: Case, rounds: int) -> int:
+    batch = max(case.batch, 1)
+    return batch * -(-(case.context + rounds + 1) // _BLOCK_SIZE)
 
 
 def _measure(
-    target: Target,
-    reference: PreTrainedModel,
-    engine: TransformersEngine,
-    args: argparse.Namespace,
-) -> Figure:
-    """Time both sides in turn, after one unmeasured round, and print the line."""
+    case: Case, reference: PreTrainedModel, engine: TransformersEngine, args: argparse.Namespace
+) -> tuple[float, float]:
+    """Median seconds of the reference and of ours, timed in turn after one unmeasured round."""
     generator = torch.Generator().manual_seed(0)
-    shape = (max(target.batch, 1), target.context)
+    shape = (max(case.batch, 1), case.context)
     tokens = torch.randint(0, engine.spec.vocab_size, shape, generator=generator)
-    if target.is_prefill:
+    if case.batch == 0:
         sides = (_reference_prefill(reference, tokens), _our_prefill(engine, tokens, args.chunk))
     else:
         sides = (_reference_decode(reference, tokens), _our_decode(engine, tokens, args.chunk))
@@ -123,13 +105,7 @@ def _measure(
             side()
             if round_number > 0:
                 own.append(time.perf_counter() - started)
-    reference_s, ours_s = (statistics.median(own) for own in times)
-    figure = Figure(target.name, reference_s, ours_s, reference_s / ours_s, target.ratio)
-    print(
-        f"{figure.name:46s} reference {reference_s * 1e3:9.1f} ms   ours {ours_s * 1e3:9.1f} ms   "
-        f"{figure.ratio:5.2f}x   target {target.ratio:.1f}x {'ok' if figure.is_met else 'MISSED'}"
-    )
-    return figure
+    return statistics.median(times[0]), statistics.median(times[1])
 
 
 @torch.inference_mode()

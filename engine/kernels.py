@@ -80,6 +80,15 @@ class Kernels:
         self._pack = library.hm_pack
         self._pack.argtypes = (pointer, int64, int64, pointer)
         self._pack.restype = None
+        self._rms_norm = library.hm_rms_norm
+        self._rms_norm.argtypes = (
+            *(pointer, int64, int64, pointer, ctypes.c_float),
+            *(pointer, ctypes.c_int),
+        )
+        self._rms_norm.restype = None
+        self._silu_mul = library.hm_silu_mul
+        self._silu_mul.argtypes = (pointer, int64, int64, pointer, ctypes.c_int)
+        self._silu_mul.restype = None
         self._attention = library.hm_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionCall),)
 
@@ -111,6 +120,28 @@ class Kernels:
             out.data_ptr(),
             self.num_threads,
         )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension; all contiguous."""
+        out = torch.empty_like(x)
+        dim = weight.shape[0]
+        self._rms_norm(
+            x.data_ptr(),
+            x.numel() // dim,
+            dim,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+            self.num_threads,
+        )
+        return out
+
+    def silu_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up, `[..., n]`, for contiguous `x` `[..., 2 n]`: gate, then up."""
+        n = x.shape[-1] // 2
+        out = torch.empty(*x.shape[:-1], n)
+        self._silu_mul(x.data_ptr(), out.numel() // n, n, out.data_ptr(), self.num_threads)
         return out
 
     def attention(self, call: AttentionCall) -> None:

@@ -29,8 +29,9 @@ from engine.attention import (
 from engine.base import LayerDone, ModelSpec, SequenceResult, SequenceStep
 from engine.cache import PagedCache
 from engine.kernels import Kernels, load_kernels
-from engine.model_probe import check_config, end_token_ids, fingerprint, probe_layers
-from engine.packed_linear import pack_linears
+from engine.model_probe import check_config, probe_layers
+from engine.models import inspect_model
+from engine.packed_modules import replace_modules
 from engine.sampling import prompt_logprobs, sample
 
 _DTYPES = {
@@ -62,31 +63,34 @@ class TransformersEngine:
         num_threads: int = 1,
         isa: str = "auto",
     ) -> None:
-        torch.set_num_threads(num_threads)
         if dtype not in _DTYPES:
             raise ConfigError(f"dtype {dtype!r} is none of {', '.join(_DTYPES)}")
+        info = inspect_model(Path(model_dir))
+        if max_model_len > info.context_tokens:
+            raise ConfigError(f"max_model_len {max_model_len} is over {info.context_tokens}, "
+                              "the model's own context")  # fmt: skip
+        torch.set_num_threads(num_threads)
         self._device = torch.device(device)
-        model_dir = Path(model_dir)
-        model = _load_model(model_dir, _DTYPES[dtype], self._device)
-        check_config(model.config, max_model_len)
+        model = _load_model(info.path, _DTYPES[dtype], self._device)
+        check_config(model.config)
         shape = probe_layers(model)
         self._kernels: Kernels | None = None
         if self._device.type == "cpu" and dtype == "float32":
             self._kernels = load_kernels(isa, num_threads=num_threads)
         if self._kernels is not None:
-            pack_linears(model, self._kernels)
+            replace_modules(model, self._kernels)
         self.num_blocks = num_blocks
         self.spec = ModelSpec(
-            fingerprint=fingerprint(model_dir),
+            fingerprint=info.fingerprint,
             num_layers=shape.num_layers,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             kv_dtype=dtype,
             kv_itemsize=_DTYPES[dtype].itemsize,
             block_size=block_size,
-            vocab_size=model.config.get_text_config().vocab_size,
+            vocab_size=info.vocab_size,
             max_model_len=max_model_len,
-            eos_token_ids=end_token_ids(model),
+            eos_token_ids=info.eos_token_ids,
         )
         cache = PagedCache(self.spec, num_blocks, _DTYPES[dtype], self._device)
         self.isa = "none" if self._kernels is None else self._kernels.isa
