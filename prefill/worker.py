@@ -89,6 +89,7 @@ class PrefillWorker:
         self._loops: list[asyncio.Task[None]] = []
         self._engine_thread = ThreadPoolExecutor(1, thread_name_prefix="prefill-engine")
         self._pool_ref: PoolRef | None = None
+        self._pool_moved = asyncio.Event()
         self._step_started_s: float | None = None
 
     async def start(self) -> None:
@@ -104,9 +105,10 @@ class PrefillWorker:
             heartbeat_s=self._heartbeat_s,
         )
         await self._pool.connect()
+        self._pool_moved.clear()  # the first registration tells of this one
         self._loops = [
             self._loop.create_task(work())
-            for work in (self._pool.run, self._conductor.run, self._beat)
+            for work in (self._pool.run, self._conductor.run, self._announce_pool, self._beat)
         ]
         for task in self._loops:
             task.add_done_callback(self._done)
@@ -299,15 +301,20 @@ class PrefillWorker:
             self._dispatch(ev.PoolLost())
             return
         self._pool_ref = pool
+        self._pool_moved.set()
         self._dispatch(ev.PoolConnected(pool))
-        if self._conductor.connected:
-            self._spawn(self._register_again())
 
-    async def _register_again(self) -> None:
-        try:
-            await self._conductor.request(self._registration(), timeout_s=5)
-        except (HalfmoonError, TimeoutError) as error:
-            log.warning("%s: cannot register its pool node: %s", self._identity.name, error)
+    async def _announce_pool(self) -> None:
+        """Register again whenever the host's pool node is another one than registered."""
+        while True:
+            await self._pool_moved.wait()
+            self._pool_moved.clear()
+            try:
+                await self._conductor.request(self._registration(), timeout_s=5)
+            except (HalfmoonError, TimeoutError) as error:
+                log.info("%s: cannot register its pool node yet: %r", self._identity.name, error)
+                self._pool_moved.set()
+                await asyncio.sleep(self._config.report_interval_s)
 
     def _registration(self) -> RegisterWorker:
         spec = self._engine.spec
