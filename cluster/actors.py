@@ -25,7 +25,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from cluster.deployment import KV_LAYOUT, EnginePlan, GatewayPlan, PoolPlan, WorkerPlan
+from cluster.plans import KV_LAYOUT, EnginePlan, GatewayPlan, PoolPlan, WorkerPlan
 from cluster.state_dir import ProcessRecord, StateDir
 from core.batching import ChunkBatcher
 from core.config import ConductorConfig, DecodeConfig, PrefillConfig

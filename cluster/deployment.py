@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from cluster.config import Config
+from cluster.plans import Deployment, EnginePlan, GatewayPlan, PoolPlan, WorkerPlan
 from core.config import ConductorConfig, DecodeConfig, GatewayConfig, PoolNodeConfig, PrefillConfig
 from core.errors import ConfigError
 from core.latency import LatencyProfile
 from core.messages.to_conductor import WorkerRole
-from engine.base import ModelSpec
 from engine.models import ModelInfo, memory_needed_bytes
 from engine.toy import toy_spec
 
@@ -26,7 +26,6 @@ MAX_DEFAULT_LEN_TOKENS = 8192
 CACHE_LENGTHS = 2
 """Where `num_blocks` is null, a paged cache holds this many requests of the greatest length."""
 
-KV_LAYOUT = "layer,kv,head,token,dim"
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -37,68 +36,6 @@ class Machine:
     cores: tuple[int, ...]
     available_bytes: int
     has_gpu: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """How a worker makes its engine. `spec` and `profile` are for the toy and emulated ones."""
-
-    kind: str
-    model_dir: str
-    block_size: int
-    num_blocks: int
-    max_model_len: int
-    device: str
-    dtype: str
-    threads: int
-    spec: ModelSpec | None = None
-    profile: LatencyProfile | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerPlan:
-    """One worker: `host` is the index of its pool node, `cores` empty when it is not pinned."""
-
-    name: str
-    role: WorkerRole
-    host: int
-    engine: EnginePlan
-    config: PrefillConfig | DecodeConfig
-    cores: tuple[int, ...]
-    nice: int
-
-
-@dataclass(frozen=True, slots=True)
-class PoolPlan:
-    """One pool node."""
-
-    name: str
-    config: PoolNodeConfig
-
-
-@dataclass(frozen=True, slots=True)
-class GatewayPlan:
-    """The gateway, and what its block hashes cover besides tokens and salt."""
-
-    config: GatewayConfig
-    model_dir: str
-    fingerprint: str
-    tokenizer_digest: str
-    kv_dtype: str
-    eos_token_ids: tuple[int, ...]
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
-class Deployment:
-    """Everything that runs, besides Ray."""
-
-    conductor: ConductorConfig
-    pools: tuple[PoolPlan, ...]
-    workers: tuple[WorkerPlan, ...]
-    gateway: GatewayPlan
-    event_log: bool
 
 
 def plan(config: Config, info: ModelInfo, machine: Machine, api_keys: Sequence[str]) -> Deployment:

@@ -27,7 +27,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cluster.config import Config
-from cluster.deployment import Deployment, Machine, plan
+from cluster.deployment import Machine, plan
+from cluster.plans import Deployment
 from cluster.state_dir import ProcessRecord, StateDir, remove_run_dir
 from core.errors import ConfigError, HalfmoonError
 
