@@ -1,9 +1,12 @@
 """A worker's side of the pool: its own host's node, and writers into any node.
 
-Order of a write: `begin` (the node will not reuse the slots under us), `write` layer by layer,
-`commit` (the node checks the bytes and makes them visible) or `end`. Order of a read: `lease`,
-copy out of `slot`, check the block's checksum on the copy, `release`. The lease may have run out
-meanwhile; the checksum on the own copy is what decides.
+Order of a read: `lease`, copy out of `slot`, check the block's checksum on the copy, `release`. The
+lease may have run out meanwhile; the checksum on the own copy is what decides. Writes are in
+`kvpool/writers.py`.
+
+A transfer's leases and own blocks run out `ttl_s` after its last lease, reserve or fetch; slots
+reserved for it that nobody began to write run out after the least of `ttl_s` and the node's
+`reserve_ttl_s`. A call with no hashes renews both.
 
 Everything here runs in the loop that called `connect`.
 """
@@ -13,21 +16,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
-from core.errors import ConnectionLost, InvariantError, WireError
+from core.errors import ConnectionLost, WireError
 from core.hashing import join_hashes
 from core.ids import AttemptId, BlockHash, PoolRef, SlotHandle
 from core.messages import to_pool
 from core.messages.to_pool import (
-    BeginWrites,
-    BlocksCommitted,
     BlocksLeased,
     BlocksReserved,
-    BlockWritten,
     CloseTransfer,
-    CommitBlocks,
-    EndWrites,
     FetchBlocks,
     LeaseBlocks,
     LeasedBlock,
@@ -37,8 +35,6 @@ from core.messages.to_pool import (
     ReserveOutcome,
     TransferCommits,
     TransferLoss,
-    WritesBegun,
-    WriteSlices,
 )
 from core.net import (
     HEARTBEAT_S,
@@ -50,9 +46,11 @@ from core.net import (
     dial,
 )
 from core.wire import Message
-from kvpool.checksum import pack_checksums, slice_checksum
 from kvpool.handover import descriptor_path, receive_segments
 from kvpool.memory import Segments
+from kvpool.writers import LocalSlotWriter, RemoteSlotWriter, SlotWriter
+
+__all__ = ["LocalSlotWriter", "PoolClient", "RemoteSlotWriter", "SlotWriter"]
 
 OnCommits = Callable[[AttemptId, tuple[LeasedBlock, ...]], None]
 OnLoss = Callable[[AttemptId, tuple[SlotHandle, ...]], None]
@@ -63,41 +61,12 @@ _MAX_FETCHES = MAX_CONCURRENT_REQUESTS // 2
 """Slow requests must leave room on the connection: the node stops reading when it is full."""
 
 
-class SlotWriter(Protocol):
-    """Writes slots of one pool node; `LocalSlotWriter` and `RemoteSlotWriter` look the same.
-
-    Every method that waits raises `ConnectionLost` when the node is gone and `TimeoutError` when
-    it does not answer.
-    """
-
-    async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """Ask to write; `False` for a slot that is not reserved (any more) or has a writer."""
-        ...
-
-    async def write(
-        self, layer: int, handles: Sequence[SlotHandle], slices: Sequence[memoryview]
-    ) -> None:
-        """Write one layer: slice i into `handles[i]`. The slices may be reused on return.
-
-        Slices for handles that `begin` refused are dropped.
-        """
-        ...
-
-    async def commit(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """Publish slots whose every layer is written; `False` when refused. Ends the writes."""
-        ...
-
-    def end(self, handles: Sequence[SlotHandle]) -> None:
-        """Give slots up without commit; never raises when the node is gone."""
-        ...
-
-    def close(self) -> None:
-        """Give up every slot still open."""
-        ...
-
-
 class PoolClient:
-    """A worker's link to its own host's pool node; see `connect`."""
+    """A worker's link to its own host's pool node; see `connect`.
+
+    What waits raises `ConnectionLost` (the node is gone), `RemoteError` (it refused, e.g. too many
+    transfers) or `TimeoutError`.
+    """
 
     def __init__(
         self, conn: Connection, ref: PoolRef, segments: Segments, timeout_s: float
@@ -274,193 +243,6 @@ class PoolClient:
         self._segments.close()
 
 
-class LocalSlotWriter:
-    """Writes slots of the own host's node in place."""
-
-    def __init__(
-        self,
-        conn: Connection,
-        slice_of: Callable[[SlotHandle, int], memoryview],
-        timeout_s: float,
-    ) -> None:
-        self._slice_of = slice_of
-        self._ledger = _WriteLedger(conn, timeout_s)
-
-    async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """See `SlotWriter`."""
-        return await self._ledger.begin(handles)
-
-    async def write(
-        self, layer: int, handles: Sequence[SlotHandle], slices: Sequence[memoryview]
-    ) -> None:
-        """See `SlotWriter`. Raises `WireError` for a layer or slice that does not fit."""
-        for handle, data in self._ledger.select(handles, slices):
-            target = self._slice_of(handle, layer)
-            if data.nbytes != target.nbytes:
-                raise WireError(f"{data.nbytes} bytes are no slice of {target.nbytes}")
-            target[:] = data
-            self._ledger.record(layer, handle, slice_checksum(data))
-
-    async def commit(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """See `SlotWriter`."""
-        return await self._ledger.commit(handles)
-
-    def end(self, handles: Sequence[SlotHandle]) -> None:
-        """See `SlotWriter`."""
-        self._ledger.end(handles)
-
-    def close(self) -> None:
-        """See `SlotWriter`."""
-        self._ledger.end_all()
-
-
-class RemoteSlotWriter:
-    """Writes slots of another host's node over TCP, on a connection of its own."""
-
-    def __init__(self, conn: Connection, ref: PoolRef, timeout_s: float) -> None:
-        self.ref = ref
-        self._conn = conn
-        self._ledger = _WriteLedger(conn, timeout_s)
-
-    @classmethod
-    async def connect(
-        cls,
-        ref: PoolRef,
-        *,
-        identity: Identity,
-        secret: bytes,
-        on_closed: OnClosed,
-        timeout_s: float,
-        heartbeat_s: float = HEARTBEAT_S,
-    ) -> RemoteSlotWriter:
-        """Connect to that life of the node. Raises `ConnectionLost`, `AuthError`, `WireError`."""
-        conn = await dial(
-            ref.address,
-            _Notices(_ignore_commits, _ignore_loss, on_closed),
-            identity=identity,
-            secret=secret,
-            sends=to_pool.MESSAGES,
-            receives=to_pool.REPLIES,
-            expect=ref.incarnation,
-            timeout_s=timeout_s,
-            heartbeat_s=heartbeat_s,
-        )
-        return cls(conn, ref, timeout_s)
-
-    async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """See `SlotWriter`."""
-        return await self._ledger.begin(handles)
-
-    async def write(
-        self, layer: int, handles: Sequence[SlotHandle], slices: Sequence[memoryview]
-    ) -> None:
-        """See `SlotWriter`. Returns when the kernel has the bytes, so it follows a slow link."""
-        chosen = self._ledger.select(handles, slices)
-        if not chosen:
-            return
-        checksums = tuple(slice_checksum(data) for _, data in chosen)
-        for (handle, _), checksum in zip(chosen, checksums, strict=True):
-            self._ledger.record(layer, handle, checksum)
-        message = WriteSlices(layer, tuple(h for h, _ in chosen), checksums)
-        await self._conn.send(message, [data for _, data in chosen])
-
-    async def commit(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        """See `SlotWriter`."""
-        return await self._ledger.commit(handles)
-
-    def end(self, handles: Sequence[SlotHandle]) -> None:
-        """See `SlotWriter`."""
-        self._ledger.end(handles)
-
-    def close(self) -> None:
-        """See `SlotWriter`. Ends the connection."""
-        self._conn.close()
-
-
-class _WriteLedger:
-    """What a writer has begun, and the checksums of what it wrote there."""
-
-    def __init__(self, conn: Connection, timeout_s: float) -> None:
-        self._conn = conn
-        self._timeout_s = timeout_s
-        self._open: dict[SlotHandle, dict[int, int]] = {}
-
-    async def begin(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        # Shielded: the node may have accepted what a cancelled caller will never end.
-        task = asyncio.ensure_future(self._begin(tuple(handles)))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(lambda done: self._end_begun(handles, done))
-            raise
-
-    def _end_begun(
-        self, handles: Sequence[SlotHandle], task: asyncio.Task[tuple[bool, ...]]
-    ) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self.end(handles)
-
-    async def _begin(self, handles: tuple[SlotHandle, ...]) -> tuple[bool, ...]:
-        try:
-            reply, _ = await self._conn.request(BeginWrites(handles), timeout_s=self._timeout_s)
-        except TimeoutError:
-            # Whether the slots are ours to end is unknown; without the connection they are not.
-            self._conn.close("no answer to BeginWrites")
-            raise
-        if not isinstance(reply, WritesBegun) or len(reply.accepted) != len(handles):
-            raise WireError("expected WritesBegun with an answer for each handle")
-        for handle, accepted in zip(handles, reply.accepted, strict=True):
-            if accepted:
-                self._open.setdefault(handle, {})
-        return reply.accepted
-
-    def select(
-        self, handles: Sequence[SlotHandle], slices: Sequence[memoryview]
-    ) -> list[tuple[SlotHandle, memoryview]]:
-        """Return what may be written, slices as bytes."""
-        return [
-            (handle, data.cast("B"))
-            for handle, data in zip(handles, slices, strict=True)
-            if handle in self._open
-        ]
-
-    def record(self, layer: int, handle: SlotHandle, checksum: int) -> None:
-        # The slot may have been ended while its slice was on the way.
-        if (layers := self._open.get(handle)) is not None:
-            layers[layer] = checksum
-
-    async def commit(self, handles: Sequence[SlotHandle]) -> tuple[bool, ...]:
-        written = {}
-        for handle in handles:
-            layers = self._open.get(handle)
-            if layers is None:
-                continue
-            if sorted(layers) != list(range(len(layers))) or not layers:
-                raise InvariantError(f"commit of {handle} with layers {sorted(layers)} written")
-            written[handle] = pack_checksums([layers[i] for i in range(len(layers))])
-        if not written:
-            return (False,) * len(handles)
-        for handle in written:
-            del self._open[handle]
-        ask = CommitBlocks(tuple(BlockWritten(h, raw) for h, raw in written.items()))
-        reply, _ = await self._conn.request(ask, timeout_s=self._timeout_s)
-        if not isinstance(reply, BlocksCommitted) or len(reply.accepted) != len(written):
-            raise WireError("expected BlocksCommitted with an answer for each block")
-        committed = dict(zip(written, reply.accepted, strict=True))
-        return tuple(committed.get(handle, False) for handle in handles)
-
-    def end(self, handles: Sequence[SlotHandle]) -> None:
-        ended = tuple(h for h in handles if self._open.pop(h, None) is not None)
-        if ended and not self._conn.closed:
-            try:
-                self._conn.post(EndWrites(ended))
-            except ConnectionLost:
-                return
-
-    def end_all(self) -> None:
-        self.end(tuple(self._open))
-
-
 class _Notices(BaseHandler):
     """Passes on what a node tells unasked."""
 
@@ -478,11 +260,3 @@ class _Notices(BaseHandler):
 
     def on_closed(self, conn: Connection, reason: str) -> None:
         self._on_closed(reason)
-
-
-def _ignore_commits(attempt: AttemptId, blocks: tuple[LeasedBlock, ...]) -> None:
-    """Take no notice: a remote writer owns no transfer at that node."""
-
-
-def _ignore_loss(attempt: AttemptId, handles: tuple[SlotHandle, ...]) -> None:
-    """Take no notice: a remote writer owns no transfer at that node."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from core.ids import AttemptId, BlockHash, PoolRef, SlotHandle
 from core.messages.to_pool import BlocksRead, BlockWritten
 from core.wire import Message
-from kvpool.slots import LinkId
+from kvpool.records import LinkId
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ from core.ids import AttemptId, BlockHash, PoolRef, SlotHandle
 from core.messages.to_pool import BlocksLeased, BlockWritten, SlotReserved
 from kvpool.checksum import CHECKSUM_BYTES
 from kvpool.events import Action, CloseAtSource, LeaseAtSource, ReadFromSource, Reply
-from kvpool.slots import SELF, SlotTable, TransferKey
+from kvpool.records import SELF, TransferKey
+from kvpool.slots import SlotTable
 
 BATCH_BYTES = 4 << 20
 """Read at a time: a deadline applies to each batch, so a slow link needs small ones."""

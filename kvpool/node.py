@@ -69,7 +69,7 @@ from kvpool.memory import (
     create_segments,
     make_layout,
 )
-from kvpool.slots import SELF, LinkId
+from kvpool.records import SELF, LinkId
 from kvpool.state import PoolNodeState
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NewType, Protocol
 
 from core.errors import InvariantError
-from core.ids import AttemptId, BlockHash, Incarnation, SlotHandle
+from core.ids import BlockHash, Incarnation, SlotHandle
 from core.messages.to_pool import (
     AlreadyCommitted,
     BlockWritten,
@@ -32,69 +29,9 @@ from core.messages.to_pool import (
 from kvpool.checksum import CHECKSUM_BYTES, block_checksum, unpack_checksums
 from kvpool.memory import Layout
 from kvpool.policy import EvictionPolicy
-
-LinkId = NewType("LinkId", int)
-"""One connection to this node, numbered by the shell."""
-
-SELF = LinkId(0)
-"""The node itself, as the writer of blocks it fetches."""
-
-
-class Generations(Protocol):
-    """A table of u64, one for each slot: a list, or shared memory."""
-
-    def __getitem__(self, index: int, /) -> int: ...
-
-    def __setitem__(self, index: int, generation: int, /) -> None: ...
-
-
-class SlotState(StrEnum):
-    """See the module's docstring."""
-
-    FREE = "free"
-    RESERVED = "reserved"
-    COMMITTED = "committed"
-    EVICTING = "evicting"
-    QUARANTINED = "quarantined"
-
-
-@dataclass(frozen=True, slots=True)
-class TransferKey:
-    """Names a transfer: the connection it came by and the attempt."""
-
-    link: LinkId
-    attempt: AttemptId
-
-
-@dataclass(slots=True)
-class Slot:
-    """One slot. `owner` is the transfer that alone knows it; public blocks have none.
-
-    `num_holders` counts leases and reads of a public block. `writer` is whoever may write now.
-    """
-
-    state: SlotState = SlotState.FREE
-    block_hash: BlockHash | None = None
-    owner: TransferKey | None = None
-    writer: LinkId | None = None
-    verifying: bool = False
-    num_holders: int = 0
-    slice_checksums: bytes = b""
-    checksum: int = 0
-
-
-@dataclass(slots=True)
-class Transfer:
-    """What a transfer holds, in the order it came (a prefix's earlier blocks first).
-
-    Its leases and own blocks run out at `expires_s`, reservations nobody writes at
-    `reserve_expires_s`; every lease or reserve call of the transfer renews both.
-    """
-
-    ttl_s: float
-    expires_s: float
-    reserve_expires_s: float
-    slots: dict[int, None] = field(default_factory=dict)
+from kvpool.public import PublicIndex
+from kvpool.records import SELF, Generations, LinkId, Slot, SlotState, Transfer, TransferKey
+from kvpool.validation import check_indexes, check_slots
 
 
 class SlotTable:
@@ -120,12 +57,10 @@ class SlotTable:
         )
         self._slots = [Slot() for _ in range(layout.num_slots)]
         self._free = list(range(layout.num_slots - 1, -1, -1))
-        self._index: dict[BlockHash, int] = {}
+        self._index = PublicIndex()
         self._transfers: dict[TransferKey, Transfer] = {}
         self._writing: dict[LinkId, set[int]] = {}
         self._reads: dict[int, tuple[int, ...]] = {}
-        self._added: set[BlockHash] = set()
-        self._removed: set[BlockHash] = set()
         self._commits: dict[TransferKey, list[LeasedBlock]] = {}
         self._losses: dict[TransferKey, list[SlotHandle]] = {}
 
@@ -311,8 +246,7 @@ class SlotTable:
         if slot.block_hash is not None and slot.block_hash not in self._index:
             slot.owner = None
             slot.num_holders = 1
-            self._index[slot.block_hash] = index
-            self._record(slot.block_hash, self._added, self._removed)
+            self._index.add(slot.block_hash, index)
         transfer = self._transfers[key]
         transfer.expires_s = max(transfer.expires_s, now_s + transfer.ttl_s)
         if not fetched:
@@ -369,9 +303,7 @@ class SlotTable:
 
     def take_changes(self) -> tuple[list[BlockHash], list[BlockHash]]:
         """Return, once, the hashes (added, removed) since the last call; none is in both."""
-        taken = sorted(self._added), sorted(self._removed)
-        self._added, self._removed = set(), set()
-        return taken
+        return self._index.take_changes()
 
     def has(self, block_hash: BlockHash) -> bool:
         """Whether the block can be leased or read."""
@@ -379,7 +311,7 @@ class SlotTable:
 
     def public_hashes(self) -> list[BlockHash]:
         """Return every hash that can be leased or read."""
-        return list(self._index)
+        return self._index.hashes()
 
     def count(self) -> dict[SlotState, int]:
         """Return the number of slots in each state."""
@@ -516,7 +448,8 @@ class SlotTable:
         if not self._free:
             victim = self._policy.pop_victim()
             assert victim is not None
-            index = self._index[victim]
+            index = self._index.get(victim)
+            assert index is not None
             self._hide(index)
             self._free_slot(index)
             self.num_evicted += 1
@@ -528,78 +461,18 @@ class SlotTable:
     def _hide(self, index: int) -> None:
         slot = self._slots[index]
         assert slot.block_hash is not None
-        del self._index[slot.block_hash]
+        self._index.remove(slot.block_hash)
         slot.state = SlotState.EVICTING
-        self._record(slot.block_hash, self._removed, self._added)
 
     def _free_slot(self, index: int) -> None:
         self._slots[index] = Slot()
         self._free.append(index)
 
-    @staticmethod
-    def _record(block_hash: BlockHash, into: set[BlockHash], opposite: set[BlockHash]) -> None:
-        if block_hash in opposite:
-            opposite.discard(block_hash)
-        else:
-            into.add(block_hash)
-
     # --- checking ---
 
     def validate(self) -> None:
         """Derive every redundant index afresh. Raises `InvariantError` with what is wrong."""
-        holders = [0] * len(self._slots)
-        owned: dict[int, TransferKey] = {}
-        for key, transfer in self._transfers.items():
-            _require(bool(transfer.slots), f"{key} holds nothing")
-            for index in transfer.slots:
-                if self._slots[index].owner is None:
-                    holders[index] += 1
-                else:
-                    _require(index not in owned, f"slot {index} has two owners")
-                    owned[index] = key
-        for read in self._reads.values():
-            for index in read:
-                holders[index] += 1
-        for index, slot in enumerate(self._slots):
-            self._validate_slot(index, slot, holders[index], owned.get(index))
-        self._validate_indexes()
-
-    def _validate_slot(
-        self, index: int, slot: Slot, holders: int, owner: TransferKey | None
-    ) -> None:
-        story = f"slot {index}: {slot}, {holders} holders, owner {owner}"
-        _require(slot.num_holders == holders and slot.owner == owner, story)
-        _require(slot.writer is None or not slot.verifying, story)
-        match slot.state:
-            case SlotState.FREE:
-                _require(slot == Slot(), story)
-            case SlotState.RESERVED:
-                _require(owner is not None and not slot.slice_checksums, story)
-            case SlotState.COMMITTED:
-                _require(slot.writer is None and not slot.verifying, story)
-                _require(bool(slot.slice_checksums), story)
-            case SlotState.EVICTING:
-                _require(holders > 0 and slot.writer is None and not slot.verifying, story)
-            case SlotState.QUARANTINED:
-                _require(slot.writer is not None or slot.verifying, story)
-                _require(owner is None and not holders, story)
-
-    def _validate_indexes(self) -> None:
-        slots = list(enumerate(self._slots))
-        free = sorted(i for i, s in slots if s.state is SlotState.FREE)
-        _require(sorted(self._free) == free, "the free list is wrong")
-        public = {s.block_hash: i for i, s in slots if self._is_public(i)}
-        _require(self._index == public, "the index by hash is wrong")
-        num_public = sum(self._is_public(i) for i, _ in slots)
-        _require(num_public == len(public), "two public slots hold one block")
-        evictable = sum(not self._slots[i].num_holders for i in public.values())
-        _require(len(self._policy) == evictable, "the policy knows other blocks")
-        writing = {(s.writer, i) for i, s in slots if s.writer is not None}
-        indexed = {(link, i) for link, indexes in self._writing.items() for i in indexes}
-        _require(writing == indexed, "the index of writers is wrong")
-        _require(not self._added & self._removed, "a hash was both added and removed")
-
-
-def _require(holds: bool, story: str) -> None:
-    if not holds:
-        raise InvariantError(story)
+        check_slots(self._slots, self._transfers, self._reads.values())
+        check_indexes(
+            self._slots, self._free, self._index.by_hash(), self._writing, len(self._policy)
+        )

@@ -72,7 +72,8 @@ from kvpool.events import (
 from kvpool.fetching import Fetch, FetchPlan
 from kvpool.memory import make_layout
 from kvpool.policy import EvictionPolicy, LruPolicy
-from kvpool.slots import Generations, LinkId, SlotState, SlotTable, TransferKey
+from kvpool.records import Generations, LinkId, SlotState, TransferKey
+from kvpool.slots import SlotTable
 
 HASHES_PER_MESSAGE = 1 << 16
 """2 MiB of hashes: a quarter of what one message may take."""

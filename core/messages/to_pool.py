@@ -63,6 +63,9 @@ class ReserveBlocks:
 
     Answered by `BlocksReserved`, one outcome per hash and then per private slot. All or nothing
     where memory is short: then every outcome that would need a slot is `SlotsExhausted`.
+    A hash that the transfer has a reserved slot for gets that slot again. A slot that nobody began
+    to write is lost (`TransferLoss`) after the least of `ttl_s` and the node's `reserve_ttl_s`;
+    each lease, reserve or fetch of the transfer renews that.
     """
 
     attempt: AttemptId

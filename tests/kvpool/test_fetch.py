@@ -114,7 +114,7 @@ async def test_a_source_that_is_gone_costs_a_miss(pair):
 
 async def test_wrong_bytes_at_the_source_are_not_taken(pair, two_blocks_a_batch):
     source, node, w = pair
-    index = source._state.table._index[block_hash(2)]
+    index = source._state.table._index.by_hash()[block_hash(2)]
     source._segments.slot(index)[5] ^= 1
     blocks = await w.client.fetch(attempt(2), source.ref, hashes(1, 2), ttl_s=9, deadline_s=5)
     assert len(blocks) == 1

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import random
 from pathlib import Path
 
 import pytest
@@ -259,6 +260,40 @@ async def test_a_payload_under_way_never_reaches_a_reused_slot(tmp_path):
         view[:] = bytes(view.nbytes)
         await asyncio.sleep(0.01)
         assert not any(view)
+
+
+@pytest.mark.slow
+async def test_aborts_at_random_moments_of_a_stalling_transfer(tmp_path):
+    """B31: the next request needs the very slots; it never finds the late bytes in them."""
+    chance = random.Random(31)
+    async with running_node(tmp_path, num_slots=2) as node, worker(node.socket_path) as w:
+        for turn in range(1, 41):
+            late, mine = attempt(turn, 1), attempt(turn, 2)
+            numbers = [100 * turn, 100 * turn + 1]
+            handles = await reserve_slots(w.client, late, [1000 + turn, 2000 + turn])
+            async with remote_writer(node) as writer:
+                assert all(await writer.begin(handles))
+                stop_sending_after(writer, chance.randrange(1, 2 * LAYERS * SLICE_BYTES))
+                writing = asyncio.create_task(write(writer, handles, [7, 8]))
+                for _ in range(chance.randrange(20)):
+                    await asyncio.sleep(0)
+                w.client.close_transfer(late)
+                outcomes = await w.client.reserve(mine, hashes(*numbers), 0, ttl_s=9)
+                assert outcomes == (SlotsExhausted(),) * 2
+                assert node.stats().num_quarantined == 2
+                writing.cancel()
+            await asyncio.wait([writing])
+            await until(lambda: node.stats().num_free == 2)
+            fresh = await put(w, mine, numbers)
+            while (await w.commits.get())[0] != mine:
+                pass
+            for handle, number in zip(fresh, numbers, strict=True):
+                assert bytes(w.client.slot(handle)) == b"".join(content(number))
+            w.client.close_transfer(mine)
+            await until(lambda: at_base(node, 2))
+            for handle in fresh:
+                w.client.report_corrupt(handle)  # an empty node for the next turn
+            await until(lambda: at_base(node))
 
 
 async def test_eight_writers_of_one_key(tmp_path):

@@ -38,7 +38,7 @@ from kvpool.events import (
     Ticked,
     VerifyBlocks,
 )
-from kvpool.slots import LinkId, SlotState, TransferKey
+from kvpool.records import LinkId, SlotState, TransferKey
 from kvpool.state import PoolNodeState
 from tests.kvpool.harness import CONFIG, LAYERS, attempt, block_hash, hashes
 

@@ -14,7 +14,8 @@ from core.messages.to_pool import AlreadyCommitted, BlockWritten, SlotReserved, 
 from kvpool.checksum import pack_checksums
 from kvpool.memory import make_layout
 from kvpool.policy import LruPolicy
-from kvpool.slots import LinkId, SlotState, SlotTable, TransferKey
+from kvpool.records import LinkId, SlotState, TransferKey
+from kvpool.slots import SlotTable
 from tests.kvpool.harness import attempt, block_hash
 
 NUM_SLOTS, LAYERS, RESERVE_TTL_S = 6, 2, 3.0
