@@ -38,7 +38,7 @@ from cluster.request_events import (
     TokenReceived,
     WorkerLost,
 )
-from cluster.requests import RUNNING, RequestMachine
+from cluster.requests import RequestMachine
 from core.errors import HalfmoonError, InvariantError, WireError
 from core.ids import Address, Incarnation, RequestId, WorkerRef
 from core.links import ConductorLink, Peers
@@ -198,11 +198,11 @@ class Dispatcher:
         return self._link.connected
 
     def stalled_s(self) -> float:
-        """Seconds without any token while requests run at workers; 0 when none does."""
-        running = [x.started_s for x in self._live.values() if x.machine.state in RUNNING]
-        if not running:
+        """Seconds without any token while requests are in flight; 0 when none is."""
+        if not self._live:
             return 0.0
-        return self._now_s() - max(self._last_token_s, min(running))
+        oldest_s = min(live.started_s for live in self._live.values())
+        return self._now_s() - max(self._last_token_s, oldest_s)
 
     async def cluster_state(self, timeout_s: float) -> ClusterState:
         """Ask the Conductor. Raises `TimeoutError`, `HalfmoonError`."""

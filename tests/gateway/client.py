@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.gateway.cluster import MODEL, Cluster, ids
+
+Json = dict[str, Any]
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -15,13 +18,13 @@ CHAT = "/v1/chat/completions"
 class Streamed:
     """A stream, taken apart."""
 
-    chunks: list = field(default_factory=list)
-    errors: list = field(default_factory=list)
+    chunks: list[Any] = field(default_factory=list)
+    errors: list[Any] = field(default_factory=list)
     num_pings: int = 0
     done: bool = False
 
     @property
-    def usages(self) -> list:
+    def usages(self) -> list[Any]:
         return [c.get("usage", "absent") for c in self.chunks]
 
     def deltas(self, index: int = 0) -> list[str]:
@@ -58,9 +61,9 @@ def parse(raw: str) -> Streamed:
     return streamed
 
 
-def body(path: str, output: str | None = None, **fields) -> dict:
+def body(path: str, output: str | None = None, **fields) -> Json:
     """A request whose output is forced to read `output`, and no more unless asked."""
-    made: dict = {"model": MODEL}
+    made: dict[str, Any] = {"model": MODEL}
     if path == COMPLETIONS:
         made["prompt"] = "say it"
     else:
@@ -71,26 +74,28 @@ def body(path: str, output: str | None = None, **fields) -> dict:
     return {k: v for k, v in (made | fields).items() if v is not ...}
 
 
-async def ask(cluster: Cluster, path: str, fields: dict, **kwargs) -> tuple[int, dict]:
-    assert cluster.session is not None
+async def ask(
+    cluster: Cluster, path: str, fields: dict[str, Any], **kwargs
+) -> tuple[int, dict[str, Any]]:
     async with cluster.session.post(path, json=fields, **kwargs) as response:
-        return response.status, await response.json()
+        made: dict[str, Any] = await response.json()
+        return response.status, made
 
 
-async def answer(cluster: Cluster, path: str, output: str | None = None, **fields) -> dict:
+async def answer(cluster: Cluster, path: str, output: str | None = None, **fields) -> Json:
     status, made = await ask(cluster, path, body(path, output, **fields))
     assert status == 200, made
     return made
 
 
 async def stream(cluster: Cluster, path: str, output: str | None = None, **fields) -> Streamed:
-    assert cluster.session is not None
     made = body(path, output, stream=True, **fields)
     async with cluster.session.post(path, json=made) as response:
         assert response.status == 200, await response.text()
         return parse(await response.text())
 
 
-def text_of(made: dict, index: int = 0) -> str:
+def text_of(made: dict[str, Any], index: int = 0) -> str:
     choice = made["choices"][index]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+    text: str = choice["text"] if "text" in choice else choice["message"]["content"]
+    return text

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -162,9 +162,8 @@ class FakeWorker(BaseHandler):
             if seq > base or computes_first:
                 if self.script.pause_at is not None and seq >= self.script.pause_at:
                     await self.script.go.wait()
-                stats, prompt = None, ()
-                if seq == base:
-                    stats, prompt = self._stats(request), _prompt_logprobs(request)
+                stats = self._stats(request) if seq == base else None
+                prompt = _prompt_logprobs(request) if seq == base else ()
                 token = TokenEmitted(
                     request.attempt, seq, token_id, _logprobs(params, token_id), finish, stats,
                     prompt,
@@ -224,10 +223,10 @@ class Cluster:
         self.folder = folder
         self.config = gateway
         self.workers: list[FakeWorker] = []
-        self.conductor: ConductorService | None = None
-        self.conductor_address: Address | None = None
-        self.gateway: Gateway | None = None
-        self.session: aiohttp.ClientSession | None = None
+        self.conductor: ConductorService
+        self.gateway: Gateway
+        self.session: aiohttp.ClientSession
+        self._stops: list[Callable[[], Awaitable[None]]] = []
 
     async def start_conductor(self) -> None:
         self.conductor = ConductorService(
@@ -237,7 +236,7 @@ class Cluster:
             listen=LOCAL, epoch_file=self.folder / "epoch", event_log=None,
         )  # fmt: skip
         await self.conductor.start()
-        self.conductor_address = self.conductor.address
+        self._stops.append(self.conductor.stop)
 
     async def add_worker(self, role: WorkerRole, name: str) -> FakeWorker:
         worker = FakeWorker(role, name, self.address)
@@ -246,8 +245,7 @@ class Cluster:
         return worker
 
     def address(self) -> Address:
-        assert self.conductor_address is not None
-        return self.conductor_address
+        return self.conductor.address
 
     async def start_gateway(self, **kwargs: float) -> None:
         async def resolve() -> Address:
@@ -259,30 +257,26 @@ class Cluster:
             host="127.0.0.1", port=0, resolve_conductor=resolve, **kwargs,
         )  # fmt: skip
         await self.gateway.start()
+        self._stops.append(self.gateway.stop)
         self.session = aiohttp.ClientSession(self.url)
+        self._stops.append(self.session.close)
 
     @property
     def url(self) -> str:
-        assert self.gateway is not None
         return f"http://127.0.0.1:{self.gateway.port}"
 
     async def settle(self) -> None:
         """Wait until the gateway has nothing in flight; fails when something is left."""
-        assert self.gateway is not None
         dispatcher = self.gateway.dispatcher
         async with asyncio.timeout(5):
             while dispatcher.num_requests or dispatcher.num_tasks > 1:
                 await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
-        if self.session is not None:
-            await self.session.close()
-        if self.gateway is not None:
-            await self.gateway.stop()
         for worker in self.workers:
-            await worker.kill()
-        if self.conductor is not None:
-            await self.conductor.stop()
+            self._stops.append(worker.kill)
+        while self._stops:
+            await self._stops.pop()()
 
 
 def hash_root(salt: str) -> HashRoot:

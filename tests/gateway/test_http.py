@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import pytest
 
@@ -27,7 +28,7 @@ async def raw(cluster, request: bytes, *, hold: asyncio.Event | None = None) -> 
             await writer.wait_closed()
 
 
-def error_of(answered: bytes) -> tuple[int, dict]:
+def error_of(answered: bytes) -> tuple[int, dict[str, Any]]:
     head, _, rest = answered.partition(b"\r\n\r\n")
     return int(head.split()[1]), json.loads(rest)["error"]
 
@@ -252,3 +253,20 @@ async def test_keep_alive_serves_many_requests_on_one_connection(cluster):
     assert len(cluster.session.connector._conns) == 1
     (idle,) = cluster.session.connector._conns.values()
     assert len(idle) == 1
+
+
+async def test_ready_means_making_progress(tmp_path):
+    """Requests at workers and no token within the stall bound: 503 until there is one."""
+    async with running(tmp_path, config(stall_timeout_s=0.3)) as cluster:
+        assert await _ready(cluster, 200)
+        decode = cluster.workers[1]
+        decode.script.pause_at = 1
+        asking = asyncio.create_task(answer(cluster, COMPLETIONS, "abc"))
+        seen: set[str | None] = set()
+        async with asyncio.timeout(5):
+            while "requests make no progress" not in seen:
+                seen.add(cluster.gateway.not_ready())
+                await asyncio.sleep(0)
+        decode.script.go.set()
+        await asking
+        assert await _ready(cluster, 200)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -178,7 +179,7 @@ async def test_b10_echo_without_output(cluster):
 async def test_b10_every_token_has_its_logprobs(cluster, output):
     """B10: entries of held-back tokens come with the text; offsets do not fall."""
     streamed = await stream(cluster, COMPLETIONS, output, logprobs=1, echo=True)
-    entries: dict[str, list] = {"tokens": [], "text_offset": [], "token_logprobs": []}
+    entries: dict[str, list[Any]] = {"tokens": [], "text_offset": [], "token_logprobs": []}
     for chunk in streamed.chunks:
         choice = chunk["choices"][0]
         if choice["logprobs"] is not None:
@@ -206,7 +207,12 @@ async def test_b10_chat_logprobs_spell_out_bytes(cluster):
 @pytest.mark.parametrize("streaming", [False, True])
 async def test_b11_every_prompt_has_its_choices(cluster, streaming):
     """B11: a list of prompts and `n`; prompts are counted once."""
-    fields = {"prompt": ["a", "bb", ids("ccc")][:2], "n": 2, "echo": True, "max_tokens": 2}
+    fields: dict[str, Any] = {
+        "prompt": ["a", "bb", ids("ccc")][:2],
+        "n": 2,
+        "echo": True,
+        "max_tokens": 2,
+    }
     if streaming:
         streamed = await stream(
             cluster, COMPLETIONS, **fields, stream_options={"include_usage": True}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -30,11 +31,11 @@ def cluster(shared):
     return shared
 
 
-async def refused(cluster, path: str, param: str | None, **fields) -> dict:
+async def refused(cluster, path: str, param: str | None, **fields) -> dict[str, Any]:
     """Ask, expect 400 that names `param`, and that a fresh request is served afterwards."""
     status, made = await ask(cluster, path, body(path, **fields))
     assert status == 400, made
-    error = made["error"]
+    error: dict[str, Any] = made["error"]
     assert set(error) == {"message", "type", "param", "code"}
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert cluster.workers[0].requests == []
@@ -105,7 +106,7 @@ async def test_b14_ten_thousand_messages(cluster):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("stop_token_ids", [i]) for i in (-1, V, 2**31, 2**63, "abc", 1e3, True, None)],
+        *[("stop_token_ids", [i]) for i in (-1, V, 2**31, 2**63, "abc", 1e3, True)],
         *[("logit_bias", {str(i): 1}) for i in (-1, V, 2**31, 2**63, "abc", "1e3", "٣")],
         *[("logit_bias", {"1": b}) for b in (1e9, -101, 101, "1", None, True)],
         ("logit_bias", {str(i): 1 for i in range(50_000)}),
@@ -126,7 +127,8 @@ async def test_b15_ids_out_of_the_vocabulary(cluster, name, value):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        *[("temperature", v) for v in (-0.1, 2.1, "0.5", [], True)],
+        ("temperature", []),
+        *[("temperature", v) for v in (-0.1, 2.1, "0.5", True)],
         *[("top_p", v) for v in (0, -1, 1.0001, "1")],
         *[("top_k", v) for v in (-2, 1.5, "5")],
         *[("min_p", v) for v in (-0.1, 1.1)],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from cluster.request_events import (
     ConductorLost,
     EndRequest,
     EngineFailed,
+    Event,
     Finished,
     NeverFits,
     Overloaded,
@@ -83,6 +85,13 @@ class Text:
         return TextDelta("", stopped=False)
 
 
+class Machine(RequestMachine):
+    """The machine, with actions that tests may look into without asking for their types."""
+
+    def handle(self, event: Event) -> list[Any]:
+        return super().handle(event)
+
+
 def spec(**params) -> RequestSpec:
     hashes = tuple(extend_block_hashes(ROOT, PROMPT, SIZE))
     return RequestSpec(
@@ -90,28 +99,28 @@ def spec(**params) -> RequestSpec:
     )
 
 
-def machine(text: Text | None = None, limits: RetryLimits = LIMITS, **params) -> RequestMachine:
-    return RequestMachine(spec(**params), text or Text(), limits)
+def machine(text: Text | None = None, limits: RetryLimits = LIMITS, **params) -> Machine:
+    return Machine(spec(**params), text or Text(), limits)
 
 
 def say(seq: int) -> int:
     return 1000 + seq
 
 
-def token(m: RequestMachine, seq: int, *, finish: FinishReason | None = None) -> TokenEmitted:
+def token(m: Machine, seq: int, *, finish: FinishReason | None = None) -> TokenEmitted:
     return TokenEmitted(m.attempt, seq, say(seq), None, finish, STATS, ())
 
 
-def placed(m: RequestMachine, where: Placement | None = None) -> list:
+def placed(m: Machine, where: Placement | None = None) -> list[Any]:
     m.handle(Submitted(0.0))
     return m.handle(Placed(0.0, m.attempt, where or placement()))
 
 
-def of(kind: type, actions: list) -> list:
+def of(kind: type[Any], actions: list[Any]) -> list[Any]:
     return [a for a in actions if isinstance(a, kind)]
 
 
-def told(kind: type, actions: list) -> list:
+def told(kind: type[Any], actions: list[Any]) -> list[Any]:
     return [a.message for a in of(TellConductor, actions) if isinstance(a.message, kind)]
 
 
@@ -150,13 +159,13 @@ def test_a_coupled_placement_sends_only_the_decode_request():
 
 
 def test_the_last_prompt_token_is_never_reusable():
-    m = RequestMachine(replace(spec(), prompt_token_ids=PROMPT[:8],
+    m = Machine(replace(spec(), prompt_token_ids=PROMPT[:8],
                                block_hashes=spec().block_hashes[:2]), Text(), LIMITS)  # fmt: skip
     assert placed(m)[0].message.num_reusable_blocks == 1
 
 
 def test_wanting_prompt_logprobs_turns_reuse_off_until_they_are_here():
-    m = RequestMachine(replace(spec(prompt_logprobs=1), reuse=False), Text(), LIMITS)
+    m = Machine(replace(spec(prompt_logprobs=1), reuse=False), Text(), LIMITS)
     first = placed(m)[0].message
     assert (first.num_reusable_blocks, first.params.prompt_logprobs) == (0, 1)
     m.handle(TokenReceived(1.0, token(m, 0)))
@@ -187,7 +196,7 @@ def test_without_a_worker_a_new_request_waits_for_one_a_bounded_time():
     m = machine()
     m.handle(Submitted(0.0))
     now_s = 0.0
-    actions: list = []
+    actions: list[Any] = []
     while not of(EndRequest, actions):
         if m.state is State.PLACING:
             m.handle(Rejected(now_s, m.attempt, Rejection(1, "none", False, 1.0)))
@@ -394,8 +403,8 @@ class World:
         self.expected = min(max_tokens, max_tokens if stop_at is None else stop_at + 1)
         self.max_tokens = max_tokens
         self.now_s = 0.0
-        self.inbox: list = []
-        self.done: list = []
+        self.inbox: list[Any] = []
+        self.done: list[Any] = []
         self.coupled = False
         self.num_lives = 0
 
@@ -457,7 +466,7 @@ class World:
         assert sum(e.num_output_tokens for e in told(AttemptEnded, self.done)) == len(streamed)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(data=st.data(), max_tokens=st.integers(1, 8), coupled=st.booleans())
 def test_any_order_of_events_ends_once_without_lost_or_repeated_tokens(data, max_tokens, coupled):
     stop_at = data.draw(st.none() | st.integers(0, 7))
@@ -467,14 +476,15 @@ def test_any_order_of_events_ends_once_without_lost_or_repeated_tokens(data, max
     for _ in range(data.draw(st.integers(0, 60))):
         world.now_s += data.draw(st.sampled_from([0.0, 0.01, 3.0]))
         m = world.m
+        lives = [w.incarnation for w in m.workers()] or [Incarnation("x")]
         match data.draw(st.integers(0, 11)):
             case 0:
-                lost = data.draw(st.sampled_from([w.incarnation for w in m.workers()] or ["x"]))
-                world.feed(WorkerLost(world.now_s, Incarnation(lost)))
+                lost = data.draw(st.sampled_from(lives))
+                world.feed(WorkerLost(world.now_s, lost))
             case 1:
                 code = data.draw(st.sampled_from(list(FailureCode)))
-                by = data.draw(st.sampled_from([w.incarnation for w in m.workers()] or ["x"]))
-                world.feed(AttemptGivenBack(world.now_s, m.attempt, code, Incarnation(by)))
+                by = data.draw(st.sampled_from(lives))
+                world.feed(AttemptGivenBack(world.now_s, m.attempt, code, by))
             case 2:
                 world.feed(TimerFired(world.now_s))
             case 3 if m.state is State.PLACING and len(world.inbox) and data.draw(st.booleans()):
