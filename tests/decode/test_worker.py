@@ -262,7 +262,7 @@ async def test_a_coupled_worker_computes_prompts_beside_decoding(tmp_path):
     config = DecodeConfig(max_chunk_tokens=8)
     async with running_parts(tmp_path, config=config, coupled=mixed()) as parts:
         prompts = [prompt_of(1 + 5 * i, 10 * i) for i in range(6)]
-        sampling = params(16, logprobs=1)
+        sampling = params(16, logprobs=1, prompt_logprobs=1)
         requests = [parts.ask(prompt, sampling, coupled=True) for prompt in prompts]
         for prompt, request in zip(prompts, requests, strict=True):
             await parts.gateway.finished(request)
@@ -270,14 +270,19 @@ async def test_a_coupled_worker_computes_prompts_beside_decoding(tmp_path):
             first, *others = parts.gateway.tokens[request]
             assert first.stats is not None
             assert first.stats.computed_tokens == len(prompt)
+            assert [about.chosen.token_id for about in first.prompt_logprobs] == prompt[1:]
             assert all(token.stats is None for token in others)
+            assert all(token.prompt_logprobs == () for token in others)
             assert all(token.logprobs is not None for token in (first, *others))
         await parts.at_base()
 
 
-async def test_a_coupled_worker_reuses_what_it_and_the_pool_know(tmp_path):
+@pytest.mark.parametrize(("length", "reusable"), [(20, 16), (21, 20)])
+async def test_a_coupled_worker_reuses_what_it_and_the_pool_know(tmp_path, length, reusable):
+    """The last known token is computed always, so a whole number of blocks gives one less."""
     async with running_parts(tmp_path, coupled=mixed()) as parts:
-        prompt, sampling = prompt_of(21), params(6)
+        prompt, sampling = prompt_of(length), params(6)
+        known = {"nothing": (0, 0), "paged cache": (reusable, 0), "pool": (0, reusable)}
         for name in ("nothing", "paged cache", "pool"):
             if name == "pool":
                 # Others push the prompt out of the paged cache, but not out of the pool.
@@ -290,8 +295,8 @@ async def test_a_coupled_worker_reuses_what_it_and_the_pool_know(tmp_path):
             stats = parts.gateway.tokens[request][0].stats
             assert stats is not None
             reused = (stats.cached_local_tokens, stats.cached_pool_tokens)
-            assert reused == {"nothing": (0, 0), "paged cache": (20, 0), "pool": (0, 20)}[name]
-            assert stats.computed_tokens == 21 - sum(reused)
+            assert reused == known[name]
+            assert stats.computed_tokens == length - sum(reused)
             await parts.at_base()
 
 

@@ -344,6 +344,11 @@ class World:
     def _take_failure(self, action: ev.SendFailure) -> None:
         self.failures.append(action)
         request = action.attempt.request
+        if action.code is FailureCode.PREEMPTED and not self.coupled:
+            # So the next prefill finds all that was computed.
+            tokens = self.prompts[request][0] + self.outputs[request][:-1]
+            hashes = extend_block_hashes(ROOT, tokens, SPEC.block_size)
+            assert all(block_hash in self.pool for block_hash in hashes)
         if self.retry and action.code is not FailureCode.NEVER_FITS:
             self._place(request, action.attempt.attempt + 1)
 
