@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Iterable
 
 from core.errors import InvariantError
+from core.ids import BlockHash
 from core.paged import PagedAllocator
-from prefill.attempt import Attempt, Phase, being_made
+from prefill.attempt import Attempt, Phase
 
 
 class Admission:
@@ -22,6 +24,7 @@ class Admission:
         self._allocator = PagedAllocator(num_blocks)
         self._block_size = block_size
         self._queue: list[Attempt] = []
+        self._making: Counter[BlockHash] = Counter()
         self._due = False
 
     @property
@@ -48,10 +51,12 @@ class Admission:
         """Note that an attempt ends: it waits no more, and makes no more blocks."""
         if attempt.phase is Phase.QUEUED:
             self._queue.remove(attempt)
+        else:
+            self._made(attempt.unpublished)
         self._due = True
 
-    def admit(self, attempts: Iterable[Attempt], now_s: float) -> list[Attempt]:
-        """Give blocks to those whose turn it is, `attempts` being all of the worker.
+    def admit(self, now_s: float) -> list[Attempt]:
+        """Give blocks to those whose turn it is.
 
         They are loading from now on; what the cache has of their prefix counts as computed.
         """
@@ -59,11 +64,10 @@ class Admission:
             return []
         self._due = False
         admitted: list[Attempt] = []
-        making = being_made(attempts)
         for attempt in self._queue:
             local = self._allocator.match(attempt.reusable)
             missing = attempt.reusable[len(local) :]
-            if missing and missing[0] in making:
+            if missing and missing[0] in self._making:
                 continue
             self._allocator.acquire(local)
             fresh = self._allocator.allocate(attempt.num_blocks - len(local))
@@ -75,7 +79,7 @@ class Admission:
             attempt.num_computed = attempt.num_cached_tokens
             attempt.admitted_s = now_s
             attempt.phase = Phase.LOADING
-            making.update(attempt.unpublished)
+            self._making.update(attempt.unpublished)
             admitted.append(attempt)
         self._queue = [attempt for attempt in self._queue if attempt.phase is Phase.QUEUED]
         return admitted
@@ -85,6 +89,7 @@ class Admission:
         num_complete = attempt.num_computed // self._block_size
         for index in range(attempt.num_published, num_complete):
             self._allocator.publish(attempt.block_ids[index], attempt.work.block_hashes[index])
+        self._made(attempt.work.block_hashes[attempt.num_published : num_complete])
         attempt.num_published = num_complete
         self._due = True
 
@@ -93,6 +98,13 @@ class Admission:
         self._allocator.release(attempt.block_ids)
         self._due = True
 
+    def _made(self, block_hashes: Iterable[BlockHash]) -> None:
+        """One attempt less is about to make each of these."""
+        for block_hash in block_hashes:
+            self._making[block_hash] -= 1
+            if not self._making[block_hash]:
+                del self._making[block_hash]
+
     def validate(self, attempts: Iterable[Attempt]) -> None:
         """Re-derive the bookkeeping from all attempts. Raises `InvariantError`."""
         known = list(attempts)
@@ -100,6 +112,9 @@ class Admission:
         queued = [attempt for attempt in known if attempt.phase is Phase.QUEUED]
         if sorted(queued, key=lambda a: a.order) != self._queue:
             raise InvariantError("the queue does not hold the queued attempts in order")
+        making = [a for a in known if a.phase not in (Phase.QUEUED, Phase.ENDING)]
+        if Counter(h for attempt in making for h in attempt.unpublished) != self._making:
+            raise InvariantError("the blocks that are being made are not those missing")
         for attempt in known:
             if len(attempt.block_ids) not in (0, attempt.num_blocks):
                 raise InvariantError(f"{attempt.attempt} holds {len(attempt.block_ids)} blocks")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -209,16 +208,6 @@ def handed_off(attempt: Attempt) -> bool:
         and attempt.num_asked == 0
         and all(push.done for push in attempt.pushes.values())
     )
-
-
-def being_made(attempts: Iterable[Attempt]) -> set[BlockHash]:
-    """Return the hashes of blocks that admitted attempts are about to make."""
-    return {
-        block_hash
-        for attempt in attempts
-        if attempt.phase not in (Phase.QUEUED, Phase.ENDING)
-        for block_hash in attempt.unpublished
-    }
 
 
 def _known(moment_s: float | None) -> float:

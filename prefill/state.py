@@ -73,7 +73,7 @@ class PrefillState:
         """Take one event; return what to do, in order. `now_s` never goes back."""
         self._now_s = now_s
         self._apply(event)
-        for attempt in self._admission.admit(self._attempts.values(), now_s):
+        for attempt in self._admission.admit(now_s):
             self._lease(attempt)
         self._start_chunk()
         actions, self._actions = self._actions, []

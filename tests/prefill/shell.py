@@ -52,7 +52,7 @@ def reference_blocks(token_ids: Sequence[int], spec: ModelSpec = SPEC) -> list[b
     return [bytes(engine.read_block(i)) for i in range(num_blocks)]
 
 
-async def eventually(what: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def eventually(what: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Wait until `what()` is true."""
     async with asyncio.timeout(timeout_s):
         while not what():
@@ -76,7 +76,7 @@ class GatedEngine(ToyEngine):
             self.layers_done += 1
             layer_done(layer)
             if self.gate is not None:
-                assert self.gate.acquire(timeout=10), "nobody opened the gate"
+                assert self.gate.acquire(timeout=30), "nobody opened the gate"
 
         if any(self.fails_on in sequence.token_ids for sequence in sequences):
             raise RuntimeError("the model broke")

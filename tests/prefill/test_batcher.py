@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.batching import ChunkBatcher, Piece
@@ -41,6 +41,7 @@ def shape(chunk: tuple[Piece, ...]) -> dict[int, int]:
 ranges = st.tuples(st.integers(0, 5), st.integers(1, 60), st.integers(0, 2))
 
 
+@settings(deadline=None)
 @given(
     queue=st.lists(ranges, max_size=12),
     max_chunk_tokens=st.integers(BLOCK, 40),
@@ -71,6 +72,7 @@ def test_every_token_is_handed_out_once_in_order_within_the_bounds(
     assert made.queued_tokens == 0 and made.next_chunk(1000) == ()
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(1, 400),
     shorts=st.lists(st.integers(1, 30), min_size=1, max_size=8),
@@ -91,6 +93,7 @@ def test_short_prompts_cannot_keep_a_long_one_from_half_of_the_budget(
         length -= done
 
 
+@settings(deadline=None)
 @given(long=st.integers(200, 400), short=st.integers(1, 8))
 def test_a_short_prompt_behind_long_ones_is_in_the_next_chunk(long, short):
     made = filled(long, long, long, short)
