@@ -20,7 +20,8 @@ from core.net import Identity
 from decode import events as ev
 from engine.base import Engine
 from kvpool.checksum import block_checksum, slice_checksum
-from kvpool.client import PoolClient, SlotWriter
+from kvpool.client import PoolClient
+from kvpool.writers import SlotWriter
 
 log = logging.getLogger(__name__)
 

@@ -24,8 +24,9 @@ from core.net import BaseHandler, Connection, Identity, Listener, dial, listen
 from core.requests import SamplingParams
 from decode.worker import DecodeWorker
 from engine.toy import ToyEngine, toy_generate
-from kvpool.client import PoolClient, RemoteSlotWriter
+from kvpool.client import PoolClient
 from kvpool.node import PoolNode
+from kvpool.writers import RemoteSlotWriter
 from tests.decode.world import SPEC, compute_blocks, make_request
 
 SECRET = b"s" * 32
