@@ -26,8 +26,8 @@ void hm_silu_mul(const float *x, int64_t rows, int64_t n, float *out, int num_th
         int64_t i = 0;
         for (; i + LANES <= n; i += LANES) {
             vec g = load(gate + i);
-            vec minus = select_vec(g > -80.0f, -g, splat(80.0f)); /* within exp_vec's range */
-            store(out + r * n + i, g / (exp_vec(minus) + 1.0f) * load(up + i));
+            g = select_vec(g > -80.0f, g, splat(-80.0f)); /* within exp_vec's range; silu is 0 there */
+            store(out + r * n + i, g / (exp_vec(-g) + 1.0f) * load(up + i));
         }
         for (; i < n; i++) out[r * n + i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
     }
