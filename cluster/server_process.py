@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -19,19 +20,13 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.state_dir import ProcessRecord, StateDir, is_alive
+from cluster.status import fetch_state
 from core.errors import HalfmoonError
+from core.messages.to_conductor import ClusterState
 
 READY_TIMEOUT_S = 180.0
 STOP_TIMEOUT_S = 30.0
-
-ACTOR_TITLES = {
-    "prefill": "ray::PrefillActor",
-    "decode": "ray::DecodeActor",
-    "pool": "ray::PoolNodeActor",
-    "conductor": "ray::ConductorActor",
-    "gateway": "ray::GatewayActor",
-}
-"""How the processes of each kind are called in the process table."""
 
 
 class ServerProcess:
@@ -108,10 +103,17 @@ class ServerProcess:
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             return str(response.read().decode())
 
-    def pids(self, kind: str) -> list[int]:
-        """Processes of one kind (see `ACTOR_TITLES`), oldest first."""
-        found = [p for p in self._descendants() if _title(p).startswith(ACTOR_TITLES[kind])]
-        return [p.pid for p in sorted(found, key=psutil.Process.create_time)]
+    def records(self, kind: str) -> list[ProcessRecord]:
+        """The processes of one kind that run now, by name."""
+        records = StateDir(self.state_dir).read_processes().values()
+        return [r for r in records if r.kind == kind and is_alive(r)]
+
+    def cluster_state(self) -> ClusterState:
+        """What the Conductor knows. Raises `HalfmoonError` or `TimeoutError` while it is down."""
+        conductors = self.records("conductor")
+        if not conductors:
+            raise HalfmoonError("the Conductor is down")
+        return asyncio.run(fetch_state(conductors[0], StateDir(self.state_dir).read_secret()))
 
     def kill(self, pid: int) -> None:
         """Kill -9 one of the server's processes."""
@@ -156,10 +158,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -125,3 +126,29 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[str]:
         line = raw.decode().rstrip("\r\n")
         if line.startswith("data: "):
             yield line[6:]
+
+
+TOKEN_RANGE = (1000, 40_000)
+
+
+async def ask(
+    http: aiohttp.ClientSession,
+    url: str,
+    model: str,
+    prompt: Sequence[int],
+    num_tokens: int,
+) -> Completion:
+    """Ask for exactly `num_tokens` tokens. Raises `HalfmoonError` for anything but an answer."""
+    return checked(await complete(http, url, model, prompt, num_tokens, ignore_eos=True))
+
+
+def checked(result: Completion) -> Completion:
+    """Return a completion that has no error. Raises `HalfmoonError`."""
+    if result.error is not None:
+        raise HalfmoonError(result.error)
+    return result
+
+
+def random_prompt(chance: random.Random, num_tokens: int) -> list[int]:
+    """Ordinary token ids of every usual vocabulary: no control tokens, cached by no accident."""
+    return [chance.randrange(*TOKEN_RANGE) for _ in range(num_tokens)]

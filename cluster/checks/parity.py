@@ -25,11 +25,11 @@ from typing import Any
 from rich.progress import Progress
 
 from cluster.checks.client import Completion, complete, first_model, session
-from cluster.checks.prompts import Prompt, parity_prompts
-from cluster.checks.reference import NEAR_TIE, Mismatch, NearTie, Reference, compare
+from cluster.checks.prompts import Prompt, load_prompts
+from cluster.checks.reference import NEAR_TIE, Mismatch, NearTie, Reference, compare, load_reference
 from cluster.figures import Figure, Report, add_output_arguments
 from cluster.server_process import ServerProcess
-from core.errors import HalfmoonError
+from core.messages.to_conductor import WorkerRole
 
 SUITES = ("base", "concurrent", "preempt")
 NUM_KILLED = 10
@@ -62,24 +62,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> Report:
     """Run the chosen suites and report."""
-    from cluster.gateway.tokenizer import load_tokenizer
-    from engine.models import cache_root, inspect_model, resolve_model
+    from engine.models import inspect_model, resolve_model
 
     model_dir = resolve_model(args.model)
     info = inspect_model(model_dir)
-    tokenizer = load_tokenizer(model_dir)
-    prompts = parity_prompts(
-        tokenizer.encode,
-        lambda text: tokenizer.apply_chat_template([{"role": "user", "content": text}]),
-        block_size=16,
-        chunk_tokens=512,
-        longest=args.longest,
+
+    prompts = load_prompts(
+        model_dir,
+        longest=min(args.longest, info.context_tokens - args.max_tokens),
         count=args.prompts,
     )
-    reference = Reference(model_dir, info.fingerprint, cache_root() / "reference", threads=2)
+    reference = load_reference(model_dir)
     with tempfile.TemporaryDirectory(prefix="halfmoon-parity-") as scratch, Progress() as progress:
         check = _Parity(
-            str(model_dir),
+            args.model,
             prompts,
             args.max_tokens,
             tuple(info.eos_token_ids),
@@ -198,19 +194,22 @@ class _Parity:
             outcome.errors.append("no prompt token came from the cache in a warm pass")
 
     def _kill_pass(self, label: str, server: ServerProcess, prompts: Sequence[Prompt]) -> None:
-        """Kill -9 every decode worker that is in the middle of the stream, once a prompt."""
+        """Kill -9 the decode worker that serves the stream, in the middle of it, once a prompt."""
         outcome = Outcome(label)
         task = self.progress.add_task(label, total=len(prompts))
         started_s = time.monotonic()
         results = []
         for prompt in prompts:
+            killer = _Killer(server)
             results += self._send(
                 server,
                 [prompt],
                 1,
                 lambda _: self.progress.advance(task),
-                on_token=_killer(server),
+                on_token=killer.on_token,
             )
+            if killer.killed != 1:
+                outcome.errors.append(f"{prompt.name}: killed {killer.killed} workers, not 1")
         self._judge(outcome, prompts, results, started_s)
 
     def _judge(
@@ -272,18 +271,22 @@ class _Parity:
         return asyncio.run(main())
 
 
-def _killer(server: ServerProcess) -> Callable[[Completion], None]:
-    """Return an `on_token` that kills every decode worker at once, when the stream is under way.
+class _Killer:
+    """Kills the decode worker that a stream runs on, once, when the stream is under way."""
 
-    With several decode workers the one that serves the stream is not known here, so all go.
-    """
+    def __init__(self, server: ServerProcess) -> None:
+        self.killed = 0
+        self._server = server
+        self._task: asyncio.Task[None] | None = None
 
-    def on_token(result: Completion) -> None:
-        if len(result.token_ids) == KILL_AFTER_TOKENS:
-            pids = server.pids("decode")
-            if not pids:
-                raise HalfmoonError("no decode worker found to kill")
-            for pid in pids:
-                server.kill(pid)
+    def on_token(self, result: Completion) -> None:
+        if len(result.token_ids) == KILL_AFTER_TOKENS and self._task is None:
+            self._task = asyncio.create_task(asyncio.to_thread(self._kill))
 
-    return on_token
+    def _kill(self) -> None:
+        state = self._server.cluster_state()
+        busy = {w.name for w in state.workers if w.role == WorkerRole.DECODE and w.num_assigned}
+        for record in self._server.records("decode"):
+            if record.name in busy:
+                self._server.kill(record.pid)
+                self.killed += 1

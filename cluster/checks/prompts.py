@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 Encode = Callable[[str], list[int]]
 ChatEncode = Callable[[str], list[int]]
@@ -106,6 +107,42 @@ def parity_prompts(
         prompts.append(Prompt(f"shares {len(shared)}", tuple((shared + own)[:longest])))
         extra += 1
     return prompts[:count]
+
+
+def load_prompts(
+    model_dir: Path,
+    *,
+    block_size: int = 16,
+    chunk_tokens: int = 512,
+    longest: int = 3000,
+    count: int = 60,
+) -> list[Prompt]:
+    """Make the prompts with a model's own tokenizer; chats too if it has a chat template."""
+    from cluster.gateway.chat import ChatTemplateError
+    from cluster.gateway.tokenizer import FastTokenizer
+
+    tokenizer = FastTokenizer.load(model_dir)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    def encode_chat(text: str) -> list[int]:
+        message = {"role": "user", "content": text}
+        return encode(tokenizer.apply_chat_template([message], add_generation_prompt=True))
+
+    chat: ChatEncode | None = encode_chat
+    try:
+        encode_chat("hello")
+    except ChatTemplateError:
+        chat = None
+    return parity_prompts(
+        encode,
+        chat,
+        block_size=block_size,
+        chunk_tokens=chunk_tokens,
+        longest=longest,
+        count=count,
+    )
 
 
 def _text_tokens(encode: Encode, length: int, seed: int) -> list[int]:

@@ -56,6 +56,14 @@ class Reference:
         self._generate = None
 
 
+def load_reference(model_dir: Path, threads: int = 2) -> Reference:
+    """Return the reference of a model, with results kept in the user's cache directory."""
+    from engine.models import inspect_model, user_cache_dir
+
+    fingerprint = inspect_model(model_dir).fingerprint
+    return Reference(model_dir, fingerprint, user_cache_dir() / "reference", threads)
+
+
 def _load(model_dir: Path, threads: int) -> Callable[[Sequence[int], int], Generation]:
     import torch
     from transformers import AutoModelForCausalLM

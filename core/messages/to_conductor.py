@@ -55,7 +55,7 @@ class RegisterPoolNode:
 
 @dataclass(frozen=True, slots=True)
 class RegisterGateway:
-    """Request; sent first by a gateway. `attempts` are those in flight, for the load."""
+    """Request; sent first by a gateway."""
 
     name: str
     incarnation: Incarnation
