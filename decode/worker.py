@@ -102,6 +102,7 @@ class DecodeWorker:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
+        self._step_since_s: float | None = None
         self._num_steps = 0
         self._step_seconds = 0.0
         self._mean_step_s = 0.0
@@ -152,9 +153,14 @@ class DecodeWorker:
         return WorkerRef(identity.name, identity.incarnation, self._address, self._pool.client.ref)
 
     def stats(self) -> dict[str, float]:
-        """Return gauges and counters for `/metrics`."""
+        """Return gauges and counters for `/metrics`.
+
+        `step_running_seconds` is how long the engine has been at its present step.
+        """
+        since_s = self._step_since_s
         return {
             **self.state.counters(),
+            "step_running_seconds": 0.0 if since_s is None else time.monotonic() - since_s,
             "load_seconds_total": self._pool.load_seconds,
             "step_seconds_total": self._step_seconds,
             "steps_total": self._num_steps,
@@ -292,7 +298,7 @@ class DecodeWorker:
         self._handle(await work)
 
     async def _run_step(self, action: ev.RunStep) -> ev.Event:
-        started_s = time.monotonic()
+        started_s = self._step_since_s = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(
@@ -301,6 +307,8 @@ class DecodeWorker:
         except Exception as error:  # (whatever an engine raises costs this step, not the worker)
             log.exception("%s: the engine failed", self._identity.name)
             return ev.EngineFailed(f"{type(error).__name__}: {error}")
+        finally:
+            self._step_since_s = None
         step_s = time.monotonic() - started_s
         self._num_steps += 1
         self._step_seconds += step_s

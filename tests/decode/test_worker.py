@@ -440,6 +440,7 @@ async def test_blocks_are_loaded_while_a_step_runs(tmp_path):
         second = parts.ask(prompt_of(17, 30), params(5))
         await eventually(lambda: parts.worker.stats()["requests_running"] == 2)
         assert engine.num_steps == 1
+        assert parts.worker.stats()["step_running_seconds"] > 0
         engine.gate.set()
         for request, prompt in ((first, prompt_of(9)), (second, prompt_of(17, 30))):
             await parts.gateway.finished(request)
