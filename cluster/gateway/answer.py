@@ -177,8 +177,9 @@ async def send_stream(
         while (first := await _next_or_silence(generation, limits.ping_s)) is None:
             if generation.placed.is_set():
                 break
-        # Raises before the answer has begun.
-        piece = None if first is None else answer.take(*first)
+        # Raises before the answer has begun. The opening comes first, with the usage of then.
+        opening = answer.opening()
+        events = SSE_PING if first is None else _event(answer, *first)
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -189,10 +190,7 @@ async def send_stream(
         )
         await response.prepare(request)
         stream = _Stream(request, response, limits.write_s)
-        await stream.write(answer.opening() or (SSE_PING if first is None else b""))
-        if first is not None and piece is not None:
-            await stream.write(answer.chunk(first[0], piece))
-        await _send_rest(stream, answer, generation, limits, caller)
+        await _send_rest(stream, answer, generation, limits, caller, opening + events)
         await response.write_eof()
         return response
     finally:
@@ -200,23 +198,36 @@ async def send_stream(
 
 
 async def _send_rest(
-    stream: _Stream, answer: Answer, generation: Generation, limits: StreamLimits, caller: Caller
+    stream: _Stream,
+    answer: Answer,
+    generation: Generation,
+    limits: StreamLimits,
+    caller: Caller,
+    events: bytes,
 ) -> None:
+    """Write `events`, then what comes, until every choice has ended; then the closing."""
     while answer.num_open:
+        await stream.write(events)
+        events = b""
         taken = await _next_or_silence(generation, limits.ping_s)
         if taken is None:
-            await stream.write(SSE_PING)
+            events = SSE_PING
             continue
         try:
-            piece = answer.take(*taken)
+            while taken is not None:  # what came at once goes out at once
+                events += _event(answer, *taken)
+                taken = generation.next_nowait()
         except ApiError as error:
             log.warning("request %s failed in its stream: %s", caller.request_id, error)
-            await stream.write(sse(error.body()))
+            await stream.write(events + sse(error.body()))
             stream.response.force_close()
             return
-        if piece is not None:
-            await stream.write(answer.chunk(taken[0], piece))
-    await stream.write(answer.closing())
+    await stream.write(events + answer.closing())
+
+
+def _event(answer: Answer, index: int, output: Output) -> bytes:
+    piece = answer.take(index, output)
+    return b"" if piece is None else answer.chunk(index, piece)
 
 
 async def _next_or_silence(generation: Generation, silence_s: float) -> tuple[int, Output] | None:

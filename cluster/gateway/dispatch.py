@@ -85,6 +85,14 @@ class Generation:
         self._num_buffered_bytes -= _size(output)
         return index, output
 
+    def next_nowait(self) -> tuple[int, Output] | None:
+        """Return the next output if there is one at this moment."""
+        if self._outputs.empty():
+            return None
+        index, output = self._outputs.get_nowait()
+        self._num_buffered_bytes -= _size(output)
+        return index, output
+
     def abandon(self) -> None:
         """Nobody reads on: end every choice that has not ended. May be called twice."""
         self._is_abandoned = True

@@ -12,6 +12,7 @@ import json
 import logging
 import re
 import secrets
+import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
@@ -26,6 +27,7 @@ from core.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+_SEND_BUFFER_BYTES = 128 << 10
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -171,9 +173,15 @@ def header_too_large(limit: int) -> ApiError:
 
 
 class _Protocol(web.RequestHandler):
-    """Answers malformed HTTP with our error body too."""
+    """Answers malformed HTTP with our error body too, and bounds what the kernel buffers."""
 
     __slots__ = ()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        # Left alone, it grows to several MB before a client that does not read is noticed.
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
 
     def handle_error(
         self,

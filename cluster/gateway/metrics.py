@@ -88,6 +88,8 @@ class Metrics:
         for always in (self._preemptions, self._generated):  # 0 is a figure too
             always.labels(model_name, "decode")
         self._migrations.labels(model_name, "gateway")
+        self._generated_by_decode = self._generated.labels(model_name, "decode")
+        self._itl_of_decode = self._itl.labels(model_name, "decode")
 
     # --- what happens ---
 
@@ -141,8 +143,8 @@ class Metrics:
 
     def next_token(self, gap_s: float) -> None:
         """Take the time between two tokens of a request."""
-        self._generated.labels(self._model, "decode").inc()
-        self._itl.labels(self._model, "decode").observe(gap_s)
+        self._generated_by_decode.inc()
+        self._itl_of_decode.observe(gap_s)
 
     def ended(
         self, end: EndRequest, num_prompt_tokens: int, e2e_s: float, decode_s: float | None
