@@ -15,6 +15,7 @@ from core.messages.to_pool import AlreadyCommitted, LeasedBlock, SlotReserved, S
 from core.messages.to_prefill import SlotForBlock
 from decode import events as ev
 from decode.state import DecodeState
+from engine.base import SequenceResult
 from prefill.batcher import PrefillBatcher
 from tests.decode.world import OTHER_POOL, POOL, PREFILL, SPEC, World, make_request, params
 
@@ -191,6 +192,25 @@ def test_a_full_queue_and_what_never_fits_are_refused_at_once():
         (refused,) = steps(ev.RequestReceived(request))
         assert isinstance(refused, ev.SendFailure)
         assert refused.code is code
+
+
+def test_blocks_that_the_paged_cache_still_has_are_not_loaded_again():
+    steps = Steps()
+    loads: list[int] = []
+    for counter in range(2):
+        request = make_request(list(range(1, 11)), [], params(5), counter=counter)
+        attempt = request.attempt
+        steps(ev.RequestReceived(request))
+        finished = PrefillFinished(attempt, 7, False)
+        steps(ev.FirstTokenReceived(PREFILL.incarnation, finished))
+        here = tuple(AlreadyCommitted(LeasedBlock(slot(i), i)) for i in range(3))
+        *_, load = steps(ev.SlotsReserved(attempt, (0, 1, 2), here))
+        assert isinstance(load, ev.LoadBlocks)
+        loads.append(len(load.blocks))
+        steps(ev.BlocksLoaded(attempt))
+        steps(ev.Cancelled(attempt))
+        steps(ev.StepComputed((SequenceResult(3),)))
+    assert loads == [3, 1]
 
 
 def test_a_full_pool_is_asked_again_until_the_deadline():
