@@ -51,22 +51,17 @@ class NameLock:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         directory.chmod(0o700)
         self._path = directory / f"{name}.lock"
-        self._files = (sock, descriptor_path(sock))
         fd = _try_lock(self._path)
         if fd is None:
             raise ConfigError(
                 f"a pool node {name!r} already runs in {directory}: stop it or use another name"
             )
         self._fd = fd
-        self._remove_sockets()
-
-    def _remove_sockets(self) -> None:
-        for path in self._files:
+        for path in (sock, descriptor_path(sock)):
             path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Remove the files and give the name back."""
-        self._remove_sockets()
+        """Give the name back; the sockets are gone with their listeners."""
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
 

@@ -167,20 +167,21 @@ class PoolNode:
                 f"pool node {self._identity.name} cannot listen at {self._listen}: "
                 f"{error.strerror or error}: choose another address or port 0"
             ) from error
+        self._listeners = [tcp]
         try:
             assert isinstance(tcp.endpoint, Address)
             self.ref = PoolRef(self._identity.name, self._identity.incarnation, tcp.endpoint)
             self._state = PoolNodeState(
                 self._config, self.ref, generations=self._segments.generations
             )
-            unix = await self._listen_at(UnixEndpoint(self.socket_path))
+            self._listeners.append(await self._listen_at(UnixEndpoint(self.socket_path)))
+            self._descriptors = DescriptorServer(
+                descriptor_path(self.socket_path), self.ref, self._layout, self._fds
+            )
         except BaseException:
-            await tcp.close()
+            for listener in self._listeners:
+                await listener.close()
             raise
-        self._listeners = [tcp, unix]
-        self._descriptors = DescriptorServer(
-            descriptor_path(self.socket_path), self.ref, self._layout, self._fds
-        )
 
     async def _listen_at(self, endpoint: net.Endpoint) -> net.Listener:
         return await net.listen(

@@ -164,9 +164,10 @@ def check(client: PoolClient, block: LeasedBlock, number: int) -> None:
 
 
 async def until(condition) -> None:
-    """Let the loop run until `condition` holds; the test's own timeout bounds it."""
-    while not condition():
-        await asyncio.sleep(0.002)
+    """Let the loop run until `condition` holds; shorter than the time that heals leaks (30 s)."""
+    async with asyncio.timeout(15):
+        while not condition():
+            await asyncio.sleep(0.002)
 
 
 def at_base(node: PoolNode, num_committed: int = 0) -> bool:
@@ -176,6 +177,7 @@ def at_base(node: PoolNode, num_committed: int = 0) -> bool:
         stats.num_committed == num_committed
         and stats.num_free == stats.num_slots - num_committed
         and stats.num_leases == stats.num_transfers == 0
+        and not node._state.table._reads
     )
 
 

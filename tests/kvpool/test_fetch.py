@@ -80,6 +80,7 @@ async def test_concurrent_fetches_of_one_block_do_not_disturb_each_other(pair):
     assert len(set(fetches)) == 1  # one copy stays, leased by all
     for block, number in zip(fetches[0], [1, 2], strict=True):
         check(w.client, block, number)
+    assert node.stats().num_committed == 3
     for n in (2, 3, 4):
         w.client.close_transfer(attempt(n))
     await until(lambda: at_base(source, 5) and at_base(node, 3))

@@ -185,6 +185,7 @@ async def test_an_aborted_transfer_is_quarantined_until_its_writer_ends(tmp_path
         await writer.write(1, handles, [content(1)[1], content(2)[1]])
         await writer.write(2, handles, [content(1)[2], content(2)[2]])
         assert await writer.commit([handles[0]]) == (False,)
+        assert not any(bytes(node._segments.slice(i, 1)) != bytes(SLICE_BYTES) for i in range(3))
         await until(lambda: node.stats().num_quarantined == 1)
         writer.end([handles[1]])
         await until(lambda: at_base(node))
