@@ -86,8 +86,11 @@ class DecodeSection(_WorkerSection):
     """Workers that generate tokens."""
 
     max_batch: int = Field(default=64, ge=1, description="Most requests in one decode step.")
+    queue_timeout_s: Seconds = Field(
+        default=600.0, description="Longest wait for a prompt that stands in its prefill queue."
+    )
     handoff_timeout_s: Seconds = Field(
-        default=60.0, description="Longest wait for a prefill worker that makes no progress."
+        default=60.0, description="Longest wait for blocks of a computed prompt, or for slots."
     )
 
 
@@ -174,6 +177,9 @@ class GatewaySection(_Section):
     )
     stall_timeout_s: Seconds = Field(
         default=120.0, description="No progress for this long although work is pending: not ready."
+    )
+    attempt_timeout_s: Seconds = Field(
+        default=600.0, description="A placement that gives no token for this long has failed."
     )
     keep_alive_s: Seconds = Field(
         default=75.0, description="Idle HTTP connections are kept this long."

@@ -40,12 +40,17 @@ class PrefillConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """A decode worker. `handoff_timeout_s` bounds the wait for a prefill that makes no progress."""
+    """A decode worker.
+
+    `queue_timeout_s` bounds the wait for a prefill that has not given its first token,
+    `handoff_timeout_s` every wait without progress after that or for slots.
+    """
 
     max_batch: int = 64
     max_queued_requests: int = 1024
     max_chunk_tokens: int = 512
     load_timeout_s: float = 10.0
+    queue_timeout_s: float = 600.0
     handoff_timeout_s: float = 60.0
     report_interval_s: float = 0.5
 
@@ -86,6 +91,7 @@ class GatewayConfig:
     place_timeout_s: float = 10.0
     retry_window_s: float = 60.0
     stall_timeout_s: float = 120.0
+    attempt_timeout_s: float = 600.0
     keep_alive_s: float = 75.0
     ping_interval_s: float = 15.0
     stream_buffer_bytes: int = 1 << 20

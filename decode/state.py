@@ -399,10 +399,15 @@ class DecodeState:
     def _look_at_deadlines(self) -> None:
         for attempt in list(self._live.values()):
             match attempt.phase:
-                case Phase.PREPARING | Phase.RECEIVING:
+                case Phase.PREPARING:
                     limit_s = self._config.handoff_timeout_s
                     if attempt.unreserved:
                         self._receiving.reserve(attempt, set(attempt.unreserved))
+                case Phase.RECEIVING:
+                    # A prompt may stand in a long queue; that its worker lives is known.
+                    queued = attempt.first_token_id is None
+                    config = self._config
+                    limit_s = config.queue_timeout_s if queued else config.handoff_timeout_s
                 case Phase.READY:
                     limit_s = READY_TIMEOUT_S
                 case Phase.LOADING:

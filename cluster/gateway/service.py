@@ -64,7 +64,9 @@ class Gateway:
             secret=secret,
             address=lambda: Address(self._host, self.port),
             resolve_conductor=resolve_conductor,
-            limits=RetryLimits(config.max_attempts, config.retry_window_s, config.stall_timeout_s),
+            limits=RetryLimits(
+                config.max_attempts, config.retry_window_s, config.attempt_timeout_s
+            ),
             place_timeout_s=config.place_timeout_s,
             metrics=self.metrics,
             heartbeat_s=heartbeat_s,
