@@ -185,12 +185,15 @@ class _Run:
     def _stages(self) -> Iterator[Any]:
         """Show what is going on, as a moving line on a terminal and as plain lines elsewhere."""
         if not self._console.is_terminal:
-            yield self._console.print
+            yield lambda text: self._console.print(f"{self._elapsed_s():5.1f} s: {text}")
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self._console, transient=True) as progress:
             task = progress.add_task("")
             yield lambda text: progress.update(task, description=text)
+
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._started_s
 
     def _start_ray(self) -> None:
         from cluster import ray_runtime
@@ -322,7 +325,7 @@ class _Run:
             raise _Stopped
 
     def _announce(self) -> None:
-        config, seconds = self._config, time.monotonic() - self._started_s
+        config, seconds = self._config, self._elapsed_s()
         name = self._deployment.gateway.config.model_name
         workers = ", ".join(worker.name for worker in self._deployment.workers)
         self._console.print(f"[bold green]ready[/] after {seconds:.1f} s: {name} at {self.url}/v1")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from core.errors import ConfigError
 
 SLOT = "halfmoon_slot"
 """Custom resource: one for each of our processes, whatever the number of cores."""
+
+_JOIN_TIMEOUT_S = 5.0
 
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -56,11 +59,15 @@ def start_embedded(run_dir: Path, *, num_slots: int, object_store_bytes: int) ->
 
 def join(address: str, *, num_slots: int) -> None:
     """Join an existing cluster. Raises `ConfigError` when it is not there or has no room."""
-    import ray
-
+    host, _, port = address.rpartition(":")
     try:
+        # Ray itself would go on trying for minutes.
+        if port.isdigit():
+            socket.create_connection((host, int(port)), _JOIN_TIMEOUT_S).close()
+        import ray
+
         ray.init(address=address, log_to_driver=False, logging_level=logging.CRITICAL)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"cannot join the Ray cluster at {address}: {str(error).splitlines()[0]}; check "
             "`ray.address` (--ray-address) and RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH"
