@@ -415,6 +415,8 @@ class World:
 
     def react(self, action) -> None:
         match action:
+            case StreamToken(token):
+                assert token.attempt == self.m.attempt
             case AskPlacement(message):
                 self.num_lives += 1
                 p, d = worker(f"p{self.num_lives}"), worker(f"d{self.num_lives}")

@@ -192,6 +192,13 @@ def test_min_tokens_ignores_earlier_stop_strings():
     assert ("".join(shown), stopped, taken) == ("a.bc", True, 5)
 
 
+def test_an_ignored_stop_string_may_be_the_beginning_of_one_that_counts():
+    """B17: they overlap."""
+    token_ids = BYTE_LEVEL.encode("ababa!", add_special_tokens=False)
+    shown, stopped, taken = run(choice(["aba"], min_tokens=5), token_ids)
+    assert ("".join(shown), stopped, taken) == ("ab", True, 5)
+
+
 def test_a_stop_token_shows_no_text_unless_stops_are_included():
     stop = BYTE_LEVEL.encode("x", add_special_tokens=False)[0]
     assert choice([]).push(stop, ends_generation=True).text == ""
