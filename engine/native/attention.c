@@ -11,7 +11,7 @@
 #include <stdlib.h>
 
 #define KEY_TILE 64
-#define QUERY_ROWS 48 /* rows of an item aimed at */
+#define QUERY_ROWS 96 /* rows of an item aimed at */
 #define FEW_ROWS 8    /* up to this many rows, dot products over blocks in place */
 
 /* Mirrored by `AttentionCall` in engine/kernels.py. Strides are in floats; q, k, v [tokens][heads]
@@ -201,7 +201,7 @@ static void softmax_row(const attention_call *c, const item *it, scratch *s, int
         store(logits + t, weight);
         sums += weight;
     }
-    for (int j = 0; j < LANES; j++) s->sum[row] += sums[j];
+    s->sum[row] += sum_lanes(sums);
 }
 
 /* acc += weights x values for `count` tokens whose values lie `stride` floats apart; `ahead` is

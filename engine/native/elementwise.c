@@ -12,7 +12,7 @@ void hm_rms_norm(const float *x, int64_t rows, int64_t dim, const float *weight,
         int64_t i = 0;
         for (; i + LANES <= dim; i += LANES) sums += load(row + i) * load(row + i);
         for (; i < dim; i++) sum += row[i] * row[i];
-        for (int j = 0; j < LANES; j++) sum += sums[j];
+        sum += sum_lanes(sums);
         float factor = 1.0f / sqrtf(sum / (float)dim + eps);
         for (i = 0; i < dim; i++) out[r * dim + i] = row[i] * factor * weight[i];
     }

@@ -87,6 +87,13 @@ ALWAYS_INLINE vec add_pairs(vec a, vec b) {
 #endif
 }
 
+ALWAYS_INLINE float sum_lanes(vec v) {
+    float lanes[LANES];
+    for (int width = LANES; width > 1; width /= 2) v = add_pairs(v, v);
+    store(lanes, v);
+    return lanes[0];
+}
+
 /* A matrix cut into panels of PANEL columns: element (k, p * PANEL + j) is at
  * data[p * panel_stride + k * row_stride + j]. Row-major is panel_stride = PANEL. */
 typedef struct {
