@@ -74,7 +74,8 @@ def reference(model_dir: Path, prompts: list[list[int]], num_tokens: int) -> lis
     """What transformers' `generate` gives on the GPU in float32."""
     model = AutoModelForCausalLM.from_pretrained(
         model_dir, dtype=torch.float32, use_safetensors=True
-    ).to("cuda")
+    )
+    torch.nn.Module.to(model, "cuda")
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:
