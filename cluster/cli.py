@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -40,6 +41,11 @@ OVERRIDES = {
 
 _TOOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("bench", "engine"): ("cluster.bench_engine", "the engine against transformers' forward pass"),
+    ("bench", "ttft"): ("cluster.bench_ttft", "time to first token of cold and repeated prompts"),
+    ("bench", "interference"): (
+        "cluster.bench_interference",
+        "a stream's token gaps beside long prefills",
+    ),
     ("check", "parity"): ("cluster.checks.parity", "our tokens against transformers generate"),
     ("check", "kill"): ("cluster.checks.kill", "every stream's tokens when processes are killed"),
 }
@@ -49,6 +55,8 @@ _TOOLS: dict[tuple[str, str], tuple[str, str]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    # So that `with` blocks of checks and benchmarks stop the servers that they started.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         args = _parser(argv).parse_args(argv)
         command: Callable[[argparse.Namespace], int] = args.command

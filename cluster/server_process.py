@@ -98,10 +98,12 @@ class ServerProcess:
             document: dict[str, Any] = json.loads(response.read())
             return document
 
-    def metrics(self) -> str:
-        """The text of `/metrics`."""
+    def metric(self, name: str) -> dict[str, float]:
+        """The samples of one metric in `/metrics`, by name and labels as they stand there."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-            return str(response.read().decode())
+            lines = response.read().decode().splitlines()
+        samples = (line.rpartition(" ") for line in lines if line.startswith(name))
+        return {labels: float(value) for labels, _, value in samples}
 
     def records(self, kind: str) -> list[ProcessRecord]:
         """The processes of one kind that run now, by name."""

@@ -36,6 +36,7 @@ from core.messages.to_conductor import ClusterState, WorkerRole, WorkerState
 
 KINDS = ("prefill", "decode", "pool", "conductor", "gateway")
 LOAD = 4
+NUM_PROMPTS = 16
 MIN_OUTPUT_TOKENS = 24
 SETTLE_TIMEOUT_S = 60.0
 CONDUCTOR_LIMIT_S = 10.0
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> Report:
     config = {"model": args.model, "hosts": 2, "prefill": {"workers": 2}, "decode": {"workers": 2}}
     with tempfile.TemporaryDirectory(prefix="halfmoon-kill-") as scratch, Progress() as progress:
         prompts = _long_answers(
-            load_prompts(model_dir, longest=700), reference, args.max_tokens, progress
+            load_prompts(model_dir, longest=700)[::2], reference, args.max_tokens, progress
         )
         trials = []
         with ServerProcess(config, args.work_dir or Path(scratch)) as server:
@@ -93,15 +94,19 @@ def run(args: argparse.Namespace) -> Report:
 def _long_answers(
     prompts: Sequence[Prompt], reference: Reference, max_tokens: int, progress: Progress
 ) -> list[Prompt]:
-    """The prompts whose right answer is long enough to be interrupted."""
-    task = progress.add_task("reference", total=len(prompts))
-    chosen = []
+    """The first `NUM_PROMPTS` whose right answer is long enough to be interrupted."""
+    task = progress.add_task("reference", total=NUM_PROMPTS)
+    chosen: list[Prompt] = []
     for prompt in prompts:
         answer = reference.generate(prompt.token_ids, max_tokens)
         if len(answer.token_ids) >= min(MIN_OUTPUT_TOKENS, max_tokens):
             chosen.append(prompt)
-        progress.advance(task)
+            progress.advance(task)
+        if len(chosen) == NUM_PROMPTS:
+            break
     reference.unload()
+    if not chosen:
+        raise HalfmoonError(f"no answer of this model reaches {MIN_OUTPUT_TOKENS} tokens")
     return chosen
 
 

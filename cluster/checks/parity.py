@@ -34,6 +34,7 @@ from core.messages.to_conductor import WorkerRole
 SUITES = ("base", "concurrent", "preempt")
 NUM_KILLED = 10
 KILL_AFTER_TOKENS = 6
+SOURCES = "vllm:prompt_tokens_by_source_total"
 
 
 @dataclass(slots=True)
@@ -43,10 +44,24 @@ class Outcome:
     label: str
     num_tokens: int = 0
     cached_tokens: int = 0
+    sources: dict[str, float] = field(default_factory=dict)
     near_ties: list[NearTie] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def pool_tokens(self) -> float:
+        """Prompt tokens that came from the pool."""
+        return self._tokens_from("external_kv_transfer")
+
+    @property
+    def local_tokens(self) -> float:
+        """Prompt tokens that were in the prefill worker's own paged cache."""
+        return self._tokens_from("local_cache_hit")
+
+    def _tokens_from(self, source: str) -> float:
+        return sum(v for name, v in self.sources.items() if f'source="{source}"' in name)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -140,7 +155,7 @@ class _Parity:
             self._pass("2P2D warm", server, expect_hits=True)
             # Round-robin: one request more and each prompt meets the other prefill worker.
             self._send(server, self.prompts[:1], 1, lambda done: None)
-            self._pass("2P2D warm, other prefill", server, expect_hits=True)
+            self._pass("2P2D warm, other prefill", server, expect_hits=True, other=True)
             self._kill_pass("2P2D killed", server, self._prompts_to_kill()[NUM_KILLED // 2 :])
 
     def suite_concurrent(self) -> None:
@@ -181,17 +196,29 @@ class _Parity:
         return long[:: max(1, len(long) // NUM_KILLED)][:NUM_KILLED]
 
     def _pass(
-        self, label: str, server: ServerProcess, *, concurrency: int = 1, expect_hits: bool = False
+        self,
+        label: str,
+        server: ServerProcess,
+        *,
+        concurrency: int = 1,
+        expect_hits: bool = False,
+        other: bool = False,
     ) -> None:
         outcome = Outcome(label)
         task = self.progress.add_task(label, total=len(self.prompts))
         started_s = time.monotonic()
+        before = server.metric(SOURCES)
         results = self._send(
             server, self.prompts, concurrency, lambda _: self.progress.advance(task)
         )
+        outcome.sources = {
+            name: value - before.get(name, 0.0) for name, value in server.metric(SOURCES).items()
+        }
         self._judge(outcome, self.prompts, results, started_s)
         if expect_hits and outcome.cached_tokens == 0:
             outcome.errors.append("no prompt token came from the cache in a warm pass")
+        if other and not outcome.pool_tokens > outcome.local_tokens:
+            outcome.errors.append("most hits were local: the prefill worker was not the other one")
 
     def _kill_pass(self, label: str, server: ServerProcess, prompts: Sequence[Prompt]) -> None:
         """Kill -9 the decode worker that serves the stream, in the middle of it, once a prompt."""
