@@ -170,6 +170,9 @@ class _Parity:
         blocks = longest // 16 * 3 // 2
         with self._server("preempt", prefill=1, decode=1, hosts=1, decode_blocks=blocks) as server:
             self._pass("1P1D x8 few blocks", server, concurrency=8)
+            num_preempted = sum(server.metric("vllm:num_preemptions_total").values())
+        if not num_preempted:
+            self.outcomes[-1].errors.append("no request was preempted: nothing was proven")
 
     def _server(
         self, name: str, *, prefill: int, decode: int, hosts: int, decode_blocks: int | None = None
