@@ -39,6 +39,7 @@ from kvpool.node import PoolNode
 from prefill.batcher import PrefillBatcher
 from prefill.worker import PrefillWorker
 from scheduler.service import ConductorService
+from tests.harness.leftovers import leftovers
 from tests.harness.sim_net import SimNet
 
 SECRET = b"k" * 32
@@ -273,42 +274,7 @@ class SimCluster:
 
     def leftovers(self) -> list[str]:
         """Everything that is not at its base value; empty when all is well."""
-        found = []
-        for name, service in self.services.items():
-            match service:
-                case PoolNode():
-                    stats = service.stats()
-                    for key in (
-                        "num_reserved",
-                        "num_evicting",
-                        "num_quarantined",
-                        "num_leases",
-                        "num_transfers",
-                    ):
-                        if getattr(stats, key):
-                            found.append(f"{name}: {key} = {getattr(stats, key)}")
-                    total = stats.num_free + stats.num_committed
-                    if total != stats.num_slots:
-                        found.append(f"{name}: {total} of {stats.num_slots} slots")
-                case PrefillWorker():
-                    if not service.idle:
-                        found.append(f"{name} is not idle")
-                case DecodeWorker():
-                    counters = service.state.counters()
-                    for key in (
-                        "requests_running",
-                        "requests_waiting",
-                        "requests_ending",
-                        "kv_blocks_in_use",
-                    ):
-                        if counters[key]:
-                            found.append(f"{name}: {key} = {counters[key]}")
-                case Dispatcher():
-                    if service.num_requests:
-                        found.append(f"{name}: {service.num_requests} requests")
-                    if service.num_tasks != 1:
-                        found.append(f"{name}: {service.num_tasks} tasks")
-        return found
+        return leftovers(self.services)
 
     async def settle(self, limit_s: float = 90.0) -> None:
         """Wait until nothing is left over. Raises `AssertionError` with what is."""
