@@ -23,6 +23,7 @@ from core.messages.to_conductor import (
 )
 
 MAX_REMEMBERED_LIVES = 64
+MAX_REMEMBERED_ENDS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,8 @@ class ClusterView:
         self.workers: dict[Incarnation, WorkerEntry] = {}
         self.pools: dict[Incarnation, PoolEntry] = {}
         self.assignments: dict[RequestId, Assignment] = {}
+        self.gateways: set[Incarnation] = set()
+        self._ended: dict[RequestId, int] = {}
         self._lives: dict[str, _Lives] = {}
 
     # --- lives ---
@@ -181,6 +184,8 @@ class ClusterView:
         known = self.assignments.get(attempt.request)
         if known is not None and known.attempt.attempt > attempt.attempt:
             return
+        if self.has_ended(attempt):
+            return  # the worker will notice
         if known is None or known.attempt.attempt < attempt.attempt:
             known = Assignment(attempt, now_s, None, None, restored=True)
         prefill, decode = known.prefill, known.decode
@@ -286,19 +291,33 @@ class ClusterView:
         if known is not None:
             self._unindex(now_s, known, None)
 
+    def note_end(self, attempt: AttemptId) -> None:
+        """Remember that a gateway ended this attempt: what says otherwise later is out of date."""
+        newest = max(attempt.attempt, self._ended.pop(attempt.request, 0))
+        self._ended[attempt.request] = newest
+        if len(self._ended) > MAX_REMEMBERED_ENDS:
+            del self._ended[next(iter(self._ended))]
+
+    def has_ended(self, attempt: AttemptId) -> bool:
+        """Whether its gateway said that it ended, as far as is remembered."""
+        return attempt.attempt <= self._ended.get(attempt.request, 0)
+
     def end_gateway(self, now_s: float, gateway: Incarnation) -> None:
         """Forget the assignments of a gateway: its workers free them by themselves."""
+        self.gateways.discard(gateway)
         for request in [r for r in self.assignments if r.gateway == gateway]:
             self.end(now_s, request)
 
     def end_stale(self, now_s: float, before_s: float) -> None:
-        """Forget attempts placed before `before_s` whose workers all report idleness since then.
+        """Forget attempts placed before `before_s` whose end nobody will report.
 
-        Their end was reported to nobody: the gateway's message fell into a restart.
+        Either all their workers report idleness since then, or their gateway is not here: workers
+        told of them before they noticed that it is gone.
         """
         for request, known in list(self.assignments.items()):
             idle = [self.workers[worker].idle_since_s for worker in known.workers]
-            if known.placed_s < before_s and all(s is not None and s < before_s for s in idle):
+            is_idle = all(s is not None and s < before_s for s in idle)
+            if known.placed_s < before_s and (is_idle or request.gateway not in self.gateways):
                 self.end(now_s, request)
 
     def queue_s(self, now_s: float, worker: WorkerEntry) -> float:

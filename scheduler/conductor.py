@@ -10,7 +10,8 @@ The life of a request here:
 3. `PrefillReported`: the prefill worker is discharged; estimates learn from what it took.
 4. `AttemptReported`, a newer attempt, or the loss of gateway or worker ends the assignment.
 
-All of it is soft state: registrations bring back the attempts, snapshots the directory.
+All of it is soft state: registrations bring back the attempts, snapshots the directory, and
+gateways repeat what ended, which wins over any worker that has not noticed yet.
 The same events give the same actions: chance comes from a `Random` seeded by the configuration.
 """
 
@@ -95,7 +96,10 @@ class Conductor:
             case PoolNodeRegistered():
                 return self._register_pool(event)
             case GatewayRegistered(now_s, correlation, message):
-                return self._begin_life(now_s, correlation, message.name, message.incarnation)
+                actions = self._begin_life(now_s, correlation, message.name, message.incarnation)
+                if isinstance(actions[0], Admit):
+                    self.view.gateways.add(message.incarnation)
+                return actions
             case WorkerReported():
                 return self._note_worker_report(event)
             case PoolReported():
@@ -109,6 +113,7 @@ class Conductor:
             case PrefillReported():
                 return self._note_prefill_end(event)
             case AttemptReported(now_s, ended):
+                self.view.note_end(ended.attempt)
                 known = self.view.assignments.get(ended.attempt.request)
                 if known is not None and known.attempt.attempt <= ended.attempt.attempt:
                     self.view.end(now_s, ended.attempt.request)
@@ -261,6 +266,8 @@ class Conductor:
         known = self.view.assignments.get(request.attempt.request)
         if known is not None and known.attempt.attempt > request.attempt.attempt:
             return self._reject(event, "a newer attempt was placed", None)
+        if self.view.has_ended(request.attempt):
+            return self._reject(event, "the attempt has ended", None)
         self.view.end(now_s, request.attempt.request)
         routes = self.view.routes(request.needs_decode, request.excluded)
         if routes is None:

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import itertools
 import logging
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
@@ -44,6 +45,7 @@ from core.ids import Address, Incarnation, RequestId, WorkerRef
 from core.links import ConductorLink, Peers
 from core.messages import to_decode, to_gateway, to_prefill
 from core.messages.to_conductor import (
+    AttemptEnded,
     ClusterState,
     GetClusterState,
     Placement,
@@ -58,6 +60,9 @@ from core.net import HEARTBEAT_S, BaseHandler, Connection, Identity
 from core.wire import Message
 
 log = logging.getLogger(__name__)
+
+MAX_REPEATED_ENDS = 1024
+"""Ends of attempts that are told again to each Conductor that this gateway registers with."""
 
 Output = StreamToken | EndRequest
 SpecFactory = Callable[[RequestId], RequestSpec]
@@ -156,12 +161,14 @@ class Dispatcher:
         self._live: dict[RequestId, _Live] = {}
         self._counter = itertools.count(1)
         self._last_token_s = 0.0
+        self._ended: deque[AttemptEnded] = deque(maxlen=MAX_REPEATED_ENDS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._link = ConductorLink(
             resolve_conductor,
             identity=identity,
             secret=secret,
             register=lambda: RegisterGateway(identity.name, identity.incarnation, address()),
+            on_registered=self._repeat_ends,
             heartbeat_s=heartbeat_s,
         )
         handler = _WorkerHandler(self._on_worker_message, self._on_worker_lost)
@@ -292,6 +299,8 @@ class Dispatcher:
             case SendToDecode(worker, message):
                 self._send(live, self._decode_peers, worker, message)
             case TellConductor(message):
+                if isinstance(message, AttemptEnded):
+                    self._ended.append(message)
                 self._link.post(message)
             case SetTimer(at_s):
                 if live.timer is not None:
@@ -304,6 +313,14 @@ class Dispatcher:
                 self._end(live, action)
             case _:
                 assert_never(action)
+
+    def _repeat_ends(self) -> None:
+        """Tell a Conductor what ended: the first message may have been lost with its last life.
+
+        Workers may have registered these attempts with it before they noticed.
+        """
+        for message in self._ended:
+            self._link.post(message)
 
     def _fire(self, live: _Live) -> None:
         self._feed(live, TimerFired(self._now_s()))

@@ -119,12 +119,16 @@ class FakeWorker(BaseHandler):
             registered.set()
 
         self._link = ConductorLink(
-            resolve, identity=self.identity, secret=SECRET, register=lambda: register,
-            on_registered=report,
+            resolve, identity=self.identity, secret=SECRET, on_registered=report,
+            register=lambda: dataclasses.replace(register, attempts=self.attempts()),
         )  # fmt: skip
         self._linking = asyncio.create_task(self._link.run())
         async with asyncio.timeout(5):
             await registered.wait()
+
+    def attempts(self) -> tuple[AttemptId, ...]:
+        """Ended ones too, as of a worker that has not noticed any end yet."""
+        return tuple(request.attempt for request in self.requests)
 
     async def kill(self) -> None:
         """Die as by SIGKILL: every connection breaks."""

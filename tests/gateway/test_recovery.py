@@ -192,6 +192,23 @@ async def test_the_conductor_dies_and_streams_go_on(tmp_path):
         assert text_of(await asking) == TEXT
 
 
+async def test_what_ended_without_a_conductor_is_not_assigned_by_the_next(tmp_path):
+    """The workers register what they have not noticed the end of; the gateway knows better."""
+    async with running(tmp_path) as cluster:
+        decode = cluster.workers[1]
+        decode.script.pause_at = 3
+        streaming = asyncio.create_task(stream(cluster, COMPLETIONS, TEXT))
+        await until(decode.arrived)
+        await cluster.conductor.stop()
+        decode.script.go.set()
+        assert (await streaming).text() == TEXT
+        await cluster.start_conductor()
+        view = cluster.conductor.conductor.view
+        async with asyncio.timeout(5):
+            while len(view.workers) < 2 or not view.gateways or view.assignments:
+                await asyncio.sleep(0.01)
+
+
 async def test_without_a_conductor_a_request_is_503_in_bounded_time(tmp_path):
     settings = config(place_timeout_s=0.1, retry_window_s=0.1)
     async with running(tmp_path, settings) as cluster:

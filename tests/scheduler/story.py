@@ -54,6 +54,7 @@ class Story:
     def __init__(self, rng: Random, cluster: Cluster) -> None:
         self.rng = rng
         self.cluster = cluster
+        self.num_deeds = 0
         self.deeds: list[Callable[[], object]] = [
             self.register_worker,
             self.register_pool,
@@ -73,13 +74,16 @@ class Story:
         for _ in range(num_steps):
             self.cluster.now_s += self.rng.choice((0.0, 0.01, 0.2, 0.9))
             self.rng.choice(self.deeds)()
+            self.num_deeds += 1
 
     def host(self) -> int:
         return self.rng.randrange(HOSTS)
 
     def attempt(self) -> AttemptId:
         gateway = Incarnation(f"gateway-{self.rng.randrange(2)}")
-        return attempt(self.rng.randrange(30), self.rng.randrange(1, 4), gateway)
+        # A window that moves on: what ended never comes back.
+        counter = self.num_deeds // 20 + self.rng.randrange(30)
+        return attempt(counter, self.rng.randrange(1, 4), gateway)
 
     def pool(self) -> Incarnation:
         return pool_ref(f"pool-{self.host()}", self.rng.randrange(1, LIVES + 1)).incarnation

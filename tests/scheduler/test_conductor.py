@@ -20,6 +20,7 @@ from core.messages.to_conductor import (
     WorkerReport,
 )
 from core.messages.to_pool import Tier
+from scheduler.cluster_view import MAX_REMEMBERED_ENDS
 from scheduler.conductor import Conductor
 from scheduler.events import (
     Admit,
@@ -33,6 +34,7 @@ from scheduler.events import (
     Ticked,
 )
 from tests.scheduler.cases import (
+    GATEWAY,
     IDLE,
     Cluster,
     attempt,
@@ -477,6 +479,7 @@ def test_an_attempt_whose_end_nobody_told_is_forgotten_when_its_workers_are_idle
             cluster.handle(Ticked(cluster.now_s))
 
     seconds(10)
+    register_gateway(cluster)
     cluster.place(1, 100)
     seconds(1)
     assert len(cluster.conductor.view.assignments) == 1, "the reports may be from before"
@@ -486,6 +489,63 @@ def test_an_attempt_whose_end_nobody_told_is_forgotten_when_its_workers_are_idle
     assert len(cluster.conductor.view.assignments) == 1
     seconds(2)
     assert cluster.conductor.view.assignments == {}
+
+
+def register_gateway(cluster, incarnation=GATEWAY):
+    message = RegisterGateway("gateway", incarnation, pool_ref("x").address)
+    cluster.handle(GatewayRegistered(cluster.now_s, 3, message))
+
+
+def num_assigned(cluster):
+    return {row.name: row.num_assigned for row in cluster.conductor.state(0.0).workers}
+
+
+@pytest.mark.parametrize("gateway_first", [True, False])
+def test_what_its_gateway_ended_is_not_brought_back_by_a_worker(gateway_first):
+    """The message of a former Conductor's day comes again, before or after the worker's."""
+    cluster = Cluster(epoch=2)
+    pool = cluster.add_pool("pool-0")
+    if gateway_first:
+        register_gateway(cluster)
+        cluster.end(1, number=2)
+    for role in ("prefill", "decode", "coupled"):
+        attempts = (attempt(1, 1), attempt(1, 2))
+        cluster.add_worker(role, role, pool, attempts=attempts)
+    if not gateway_first:
+        register_gateway(cluster)
+        cluster.end(1, number=2)
+    assert not any(num_assigned(cluster).values())
+    answer = cluster.ask(1, 100, number=2)
+    assert isinstance(answer, Rejection)
+    assert answer.reason == "the attempt has ended"
+    assert cluster.place(1, 100, number=3).prefill is not None
+
+
+def test_only_the_newest_ends_are_remembered():
+    cluster = two_by_two()
+    for counter in range(MAX_REMEMBERED_ENDS + 1):
+        cluster.conductor.view.note_end(attempt(counter))
+    assert not cluster.conductor.view.has_ended(attempt(0))
+    assert cluster.conductor.view.has_ended(attempt(1))
+    cluster.conductor.view.note_end(attempt(7, 3))
+    cluster.conductor.view.note_end(attempt(7, 2))
+    assert cluster.conductor.view.has_ended(attempt(7, 3))
+
+
+def test_attempts_of_a_gateway_that_is_gone_are_forgotten_though_their_worker_is_busy():
+    """Both the Conductor and the gateway died; nobody will ever report the end."""
+    cluster = Cluster(epoch=2)
+    pool = cluster.add_pool("pool-0")
+    gone = Incarnation("gateway-gone")
+    attempts = (attempt(1, gateway=gone), attempt(2))
+    worker = cluster.add_worker("decode-0", "decode", pool, attempts=attempts)
+    register_gateway(cluster)
+    for _ in range(6):
+        cluster.now_s += 1
+        cluster.report(worker, report(running=2))
+        cluster.handle(PoolReported(cluster.now_s, pool.incarnation, PoolReport(0, 0, 0, 0, 0, ())))
+        cluster.handle(Ticked(cluster.now_s))
+    assert list(cluster.conductor.view.assignments) == [attempt(2).request]
 
 
 def test_a_restarted_conductor_knows_the_load_from_registrations():

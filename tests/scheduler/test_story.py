@@ -31,8 +31,9 @@ class CheckedCluster(Cluster):
                 self.check_placement(event.request, action.placement)
             else:
                 late = known is not None and known.attempt.attempt > event.request.attempt.attempt
+                over = view.has_ended(event.request.attempt)
                 none = view.routes(event.request.needs_decode, ()) is None
-                assert late or none or action.rejection.overloaded
+                assert late or over or none or action.rejection.overloaded
         return actions
 
     @staticmethod
