@@ -25,6 +25,9 @@ from cluster.figures import Figure, Report, add_output_arguments
 from cluster.server_process import ServerProcess
 from core.errors import HalfmoonError
 
+PAUSE_S = 0.5
+"""Between requests: the directory hears of new blocks every 50 ms."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
@@ -58,6 +61,7 @@ def run(args: argparse.Namespace) -> Report:
                 prompt = random_prompt(chance, args.prompt_tokens)
                 # Round-robin over two prefill workers: other, then same, then one to stay in step.
                 for phase in ("cold", "other", "same"):
+                    await asyncio.sleep(PAUSE_S)
                     result = await ask(http, server.url, model, prompt, 2)
                     if (result.cached_tokens > 0) != (phase != "cold"):
                         raise HalfmoonError(f"{phase}: {result.cached_tokens} cached tokens")

@@ -77,9 +77,11 @@ def choose_random(candidates: Sequence[Candidate], state: PolicyState) -> Choice
 
 
 def choose_round_robin(candidates: Sequence[Candidate], state: PolicyState) -> Choice:
-    """Each in turn."""
+    """Each in turn, whatever its load, with the longest prefix that any pool node holds."""
     state.turn += 1
-    return _use_local(candidates[(state.turn - 1) % len(candidates)])
+    candidate = candidates[(state.turn - 1) % len(candidates)]
+    fetch = candidate.best_blocks > candidate.local_blocks
+    return _fetch_best(candidate) if fetch else _use_local(candidate)
 
 
 def choose_least_loaded(candidates: Sequence[Candidate], state: PolicyState) -> Choice:

@@ -117,12 +117,24 @@ def test_kvcache_centric_fetches_and_names_sources_from_block_0():
     assert ranges(fetched) == [("pool-1", 0, 2), ("pool-0", 2, 6)], "its own pool node first"
 
 
-def test_other_policies_reuse_what_is_local_alone():
-    cluster = two_by_two(policy="round-robin")
+def test_least_loaded_reuses_what_is_local_alone():
+    cluster = two_by_two(policy="least-loaded")
     blocks = hashes(9)
     cluster.hold(pool_ref("pool-0"), blocks[:8])
     assert ranges(cluster.place(1, 100, blocks=blocks)) == [("pool-0", 0, 8)]
     assert ranges(cluster.place(2, 100, blocks=blocks)) == []
+
+
+def test_round_robin_fetches_for_the_worker_whose_turn_it_is():
+    cluster = two_by_two(policy="round-robin")
+    blocks = hashes(9)
+    cluster.hold(pool_ref("pool-0"), blocks[:8])
+    cluster.hold(pool_ref("pool-1"), blocks[:1])
+    first, second = (cluster.place(i, 100, blocks=blocks) for i in (1, 2))
+    workers = [p.prefill for p in (first, second)]
+    assert [w and w.name for w in workers] == ["prefill-0", "prefill-1"]
+    assert ranges(first) == [("pool-0", 0, 8)]
+    assert ranges(second) == [("pool-1", 0, 1), ("pool-0", 1, 7)]
 
 
 def test_the_last_token_is_always_computed():
