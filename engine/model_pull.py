@@ -21,9 +21,6 @@ from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from engine.model_checks import ModelRefused
 
 Report = Callable[[str, float], None]
@@ -206,6 +203,14 @@ def _locked(path: Path, report: Report) -> Iterator[None]:
 
 def _pull_from_hub(repo_id: str, report: Report) -> Path:
     """Fetch a model from the hub, or find it in the hub's own cache."""
+    # Costs every process that looks at a model folder otherwise.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
+
     report(f"looking for {repo_id} on the Hugging Face hub", 0.0)
     try:
         return Path(snapshot_download(repo_id, allow_patterns=_HUB_FILES))

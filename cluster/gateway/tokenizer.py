@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Protocol
 
 from tokenizers import Tokenizer as BackendTokenizer
-from transformers import AutoTokenizer
 
 from cluster.gateway.chat import ChatMessage, ChatTemplate, ChatTemplateError
 from cluster.gateway.detokenizer import (
@@ -21,7 +20,8 @@ from cluster.gateway.detokenizer import (
     WindowDecoder,
     byte_level_alphabet,
 )
-from core.errors import ConfigError
+from cluster.gateway.tokenizer_files import read_tokenizer
+from engine.model_pull import user_cache_dir
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 
@@ -87,29 +87,23 @@ class FastTokenizer:
         self._bytes_of = lru_cache(maxsize=1 << 16)(self._compute_bytes)
 
     @classmethod
-    def load(cls, folder: Path) -> FastTokenizer:
-        """Load the tokenizer of a model folder. Raises `ConfigError`."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"{folder}: no usable tokenizer: {error}") from error
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if not isinstance(backend, BackendTokenizer):
-            raise ConfigError(f"{folder}: only fast tokenizers (tokenizer.json) can be served")
-        backend.no_padding()
-        backend.no_truncation()
+    def load(cls, folder: Path, cache_dir: Path | None = None) -> FastTokenizer:
+        """Load the tokenizer of a model folder. Raises `ConfigError`.
+
+        Only for one that `cache_dir`, by default the user's, does not know yet is transformers
+        imported.
+        """
+        facts = read_tokenizer(folder, cache_dir or user_cache_dir() / "tokenizers")
+        backend = facts.make_backend()
         config_file = folder / "config.json"
         config = json.loads(config_file.read_text()) if config_file.exists() else {}
         text_config = config.get("text_config", config)
-        source = tokenizer.chat_template
-        if isinstance(source, dict):
-            source = source.get("default")
-        names = {k: str(v) for k, v in tokenizer.special_tokens_map.items() if isinstance(v, str)}
+        source = facts.chat_template
         num_tokens = backend.get_vocab_size(with_added_tokens=True)
         return cls(
             backend,
             vocab_size=min(num_tokens, text_config.get("vocab_size", num_tokens)),
-            chat_template=ChatTemplate(source, names) if source else None,
+            chat_template=ChatTemplate(source, facts.special_tokens) if source else None,
         )
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:

@@ -4,6 +4,7 @@ import threading
 import zipfile
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -39,7 +40,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_line(monkeypatch):
     def unreachable(repo_id, allow_patterns):
         raise LocalEntryNotFoundError("no connection\nand a long story")
 
-    monkeypatch.setattr(model_pull, "snapshot_download", unreachable)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
     with pytest.raises(ModelRefused) as caught:
         resolve_model("owner/name")
     assert "owner/name" in str(caught.value) and str(caught.value).endswith("no connection")
@@ -52,7 +53,7 @@ def test_hub_downloads_take_no_pickles(monkeypatch, tmp_path):
         asked[repo_id] = allow_patterns
         return str(tmp_path)
 
-    monkeypatch.setattr(model_pull, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("owner/name") == tmp_path
     assert not any(pattern.endswith((".bin", ".pt", ".py", "*")) for pattern in asked["owner/name"])
 
