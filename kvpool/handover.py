@@ -106,10 +106,14 @@ class DescriptorServer:
         self._fds = fds
         self._path = path
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._sock.setblocking(False)
-        self._sock.bind(str(path))
-        path.chmod(0o600)
-        self._sock.listen(16)
+        try:
+            self._sock.setblocking(False)
+            self._sock.bind(str(path))
+            path.chmod(0o600)
+            self._sock.listen(16)
+        except BaseException:
+            self._sock.close()
+            raise
         asyncio.get_running_loop().add_reader(self._sock, self._accept)
 
     def _accept(self) -> None:

@@ -28,6 +28,7 @@ from cluster.request_events import (
     TextDelta,
 )
 from core.config import ConductorConfig, DecodeConfig, PoolNodeConfig, PrefillConfig
+from core.errors import ConnectionLost
 from core.hashing import HashRoot, extend_block_hashes
 from core.ids import Address, Incarnation, RequestId
 from core.net import Identity
@@ -231,7 +232,7 @@ class SimCluster:
         """What `kvpool.handover` does between processes, within one."""
         node = self.services.get(path.stem)
         if not isinstance(node, PoolNode) or not path.exists():
-            raise kvpool.client.ConnectionLost(f"no pool node at {path}")
+            raise ConnectionLost(f"no pool node at {path}")
         return node.ref, Segments(node._layout, node._fds)
 
     def flip_bits(self, name: str, count: int) -> None:

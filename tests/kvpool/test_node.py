@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.errors import AuthError, ConfigError, ConnectionLost, InvariantError, WireError
-from core.ids import Incarnation, SlotHandle
+from core.ids import Address, Incarnation, SlotHandle
 from core.messages.to_pool import (
     AlreadyCommitted,
     BlocksRead,
@@ -538,6 +538,31 @@ async def test_a_taken_port_is_refused_with_the_fix(tmp_path):
         with pytest.raises(ConfigError, match="choose another address or port"):
             await second.start()
         assert sorted(p.name for p in tmp_path.iterdir()) == ["N0.fds", "N0.lock", "N0.sock"]
+
+
+def make_node(directory: Path) -> PoolNode:
+    return PoolNode(
+        CONFIG,
+        identity=identity("pool", "N0"),
+        secret=SECRET,
+        listen=Address("127.0.0.1", 0),
+        socket_dir=directory,
+        resolve_conductor=nobody,
+    )
+
+
+async def test_a_start_that_cannot_hand_out_its_memory_leaves_nothing(tmp_path, monkeypatch):
+    def taken(sock: Path) -> Path:
+        return tmp_path / "missing" / sock.name
+
+    monkeypatch.setattr("kvpool.node.descriptor_path", taken)
+    node = make_node(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        await node.start()
+    await node.stop()
+    assert not list(tmp_path.iterdir())
+    del node
+    gc.collect()  # an open socket warns
 
 
 async def test_a_pool_that_does_not_fit_is_refused_with_the_fix(tmp_path):
