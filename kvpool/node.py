@@ -78,7 +78,9 @@ _PEER_KINDS = frozenset({"prefill", "decode", "pool", "conductor", "cli"})
 _FROM_CONDUCTOR = MessageSet(Registered, SendSnapshot)
 _INLINE_BYTES = 1 << 20
 """Up to here a checksum in the loop costs less than a thread's hand-over."""
-_ALLOCATE_BYTES = 64 << 20
+_ALLOCATE_BYTES = 16 << 20
+_ALLOCATE_SHARE = 0.2
+"""Of one core's time: workers load their weights meanwhile."""
 
 
 class PoolNode:
@@ -114,7 +116,6 @@ class PoolNode:
         self._answers: dict[int, asyncio.Future[net.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved: dict[Incarnation, tuple[int, float]] = {}
-        self._allocating: asyncio.Future[None] | None = None
         self._scratch = memoryview(bytearray(self._layout.slice_bytes))
         self._peers = Peers(
             BaseHandler(),
@@ -241,11 +242,15 @@ class PoolNode:
             size = self._layout.segment_slots(segment) * self._layout.slot_bytes
             for start in range(0, size, _ALLOCATE_BYTES):
                 part = min(_ALLOCATE_BYTES, size - start)
-                # The thread uses the descriptor, which `stop` closes: it has to be waited for.
-                self._allocating = asyncio.ensure_future(
-                    asyncio.to_thread(allocate, fd, start, part)
-                )
-                await asyncio.shield(self._allocating)
+                began_s = self._now_s()
+                working = asyncio.ensure_future(asyncio.to_thread(allocate, fd, start, part))
+                try:
+                    await asyncio.shield(working)
+                except asyncio.CancelledError:
+                    # The thread uses the descriptor, which `stop` closes after this.
+                    await working
+                    raise
+                await asyncio.sleep((self._now_s() - began_s) * (1 / _ALLOCATE_SHARE - 1))
 
     # --- events in ---
 
