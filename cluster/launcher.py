@@ -217,20 +217,24 @@ class _Run:
         plan = self._deployment
         on_gpu = [w for w in plan.workers if w.engine.device != "cpu"]
         share = ray_runtime.gpu_share(len(on_gpu))
-        control = ray_runtime.place_together("control", [0.0, 0.0])
-        self._start(actors.CONDUCTOR, "conductor", actors.ConductorActor, control[0],
-                    plan.conductor, plan.event_log)  # fmt: skip
-        self._start("gateway", "gateway", actors.GatewayActor, control[1], plan.gateway)
+        # Ray starts only a few at a time, so what takes longest comes first.
+        pools = []
         for index, pool in enumerate(plan.pools):
             workers = [w for w in plan.workers if w.host == index]
             shares = [0.0, *(share if w in on_gpu else 0.0 for w in workers)]
             places = ray_runtime.place_together(pool.name, shares)
-            self._start(pool.name, "pool", actors.PoolNodeActor, places[0], pool)
             for worker, place, gpu in zip(workers, places[1:], shares[1:], strict=True):
                 is_prefill = worker.role.value == "prefill"
                 kind = actors.PrefillActor if is_prefill else actors.DecodeActor
                 role = "prefill" if is_prefill else "decode"
                 self._start(worker.name, role, kind, place, worker, pool.name, num_gpus=gpu)
+            pools.append((pool, places[0]))
+        control = ray_runtime.place_together("control", [0.0, 0.0])
+        self._start("gateway", "gateway", actors.GatewayActor, control[1], plan.gateway)
+        self._start(actors.CONDUCTOR, "conductor", actors.ConductorActor, control[0],
+                    plan.conductor, plan.event_log)  # fmt: skip
+        for pool, place in pools:
+            self._start(pool.name, "pool", actors.PoolNodeActor, place, pool)
 
     def _start(
         self,
