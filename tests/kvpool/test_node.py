@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from core.messages.to_pool import (
     SlotReserved,
     SlotsExhausted,
 )
+from kvpool import memory
 from kvpool.client import PoolClient
 from kvpool.handover import descriptor_path
 from kvpool.node import PoolNode
@@ -592,3 +594,24 @@ async def test_descriptors_and_files_go_back_to_base(tmp_path):
     assert not list(tmp_path.iterdir())
     assert not descriptor_path(tmp_path / "N0.sock").exists()
     assert CONFIG.num_slots * CONFIG.slot_bytes < os.sysconf("SC_PAGE_SIZE") * 100
+
+
+async def test_a_descriptor_is_closed_after_the_thread_that_uses_it(tmp_path, monkeypatch):
+    busy, closed = threading.Event(), threading.Event()
+    order = []
+
+    def allocate(fd: int, start: int, num_bytes: int) -> None:
+        busy.set()
+        closed.wait(0.1)
+        order.append("allocated")
+
+    def close_all(fds: list[int]) -> None:
+        order.append("closed")
+        closed.set()
+        memory.close_all(fds)
+
+    monkeypatch.setattr("kvpool.node.allocate", allocate)
+    monkeypatch.setattr("kvpool.node.close_all", close_all)
+    async with running_node(tmp_path):
+        assert await asyncio.to_thread(busy.wait, 10)
+    assert order == ["allocated", "closed"]
