@@ -53,10 +53,8 @@ def run(args: argparse.Namespace) -> Report:
         task = progress.add_task("rounds", total=args.rounds)
         async with session() as http:
             model = await first_model(http, server.url)
-            await ask(
-                http, server.url, model, random_prompt(chance, 64), 2
-            )  # first use of everything
-            await ask(http, server.url, model, random_prompt(chance, 64), 2)
+            for _ in range(2):  # the first use of everything, on both prefill workers
+                await ask(http, server.url, model, random_prompt(chance, 64), 2)
             for _ in range(args.rounds):
                 prompt = random_prompt(chance, args.prompt_tokens)
                 # Round-robin over two prefill workers: other, then same, then one to stay in step.
