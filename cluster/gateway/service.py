@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 """How often the Conductor is asked about the cluster; after three failures nothing is known."""
+NOT_READY_POLL_S = 0.1
 
 
 class Gateway:
@@ -126,4 +127,4 @@ class Gateway:
                 if num_failures >= 3:
                     self._state = None
                 log.debug("no cluster state: %s", error)
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(POLL_S if self.not_ready() is None else NOT_READY_POLL_S)
