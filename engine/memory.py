@@ -32,9 +32,11 @@ def host_bytes(num_bytes: int) -> tuple[torch.Tensor, memoryview]:
 
     The memory goes back when neither the tensor, nor the view, nor anything made from them is
     left. Weights and KV are streamed through; with 4 KiB pages the address translation is a
-    noticeable part of that.
+    noticeable part of that. The mapping is private, because shared anonymous memory (Python's
+    default) counts as tmpfs to Linux, which gives it no huge pages unless told to.
     """
-    memory = mmap.mmap(-1, max(num_bytes, 1))
+    flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+    memory = mmap.mmap(-1, max(num_bytes, 1), **flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)
