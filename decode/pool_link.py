@@ -17,6 +17,7 @@ from core.errors import ConnectionLost, HalfmoonError
 from core.ids import AttemptId, RequestId, SlotHandle
 from core.messages.to_pool import LeasedBlock, SlotReserved
 from core.net import Identity
+from core.transfer_meter import TransferMeter
 from decode import events as ev
 from engine.base import Engine
 from kvpool.checksum import block_checksum, slice_checksum
@@ -54,6 +55,7 @@ class PoolLink:
         heartbeat_s: float,
     ) -> None:
         self.load_seconds = 0.0
+        self.transfers = TransferMeter()
         self._socket_path = socket_path
         self._engine = engine
         self._copier = copier
@@ -177,13 +179,18 @@ class PoolLink:
         problem: str | None = None
         for block in action.blocks:
             try:
-                sources.append(self.client.slot(block.leased.handle))
+                client = self.client
+                sources.append(client.slot(block.leased.handle))
             except _UNREACHABLE as error:
                 problem = str(error)
                 break
         loop = asyncio.get_running_loop()
         num_good = await loop.run_in_executor(self._copier, self._copy_in, action.blocks, sources)
-        self.load_seconds += time.monotonic() - started_s
+        took_s = time.monotonic() - started_s
+        self.load_seconds += took_s
+        if sources:
+            num_bytes = num_good * self._engine.spec.block_bytes
+            self.transfers.add(client.ref.name, self._identity.name, num_bytes, took_s)
         if num_good < len(sources):
             handle = action.blocks[num_good].leased.handle
             return ev.BlockCorrupt(action.attempt, num_good, handle)
@@ -230,9 +237,9 @@ class PoolLink:
         if not to_write:
             return 0
         with contextlib.closing(client.writer()) as writer:
-            return await self._write(writer, to_write)
+            return await self._write(writer, client.ref.name, to_write)
 
-    async def _write(self, writer: SlotWriter, blocks: dict[SlotHandle, int]) -> int:
+    async def _write(self, writer: SlotWriter, pool: str, blocks: dict[SlotHandle, int]) -> int:
         loop = asyncio.get_running_loop()
         handles = list(blocks)
         accepted = await writer.begin(handles)
@@ -241,5 +248,9 @@ class PoolLink:
             slices = await loop.run_in_executor(
                 self._copier, lambda i: [self._read(blocks[h], i) for h in handles], layer
             )
+            started_s = time.monotonic()
             await writer.write(layer, handles, slices)
+            took_s = time.monotonic() - started_s
+            num_bytes = len(slices) * self._engine.spec.layer_slice_bytes
+            self.transfers.add(self._identity.name, pool, num_bytes, took_s)
         return sum(await writer.commit(handles))

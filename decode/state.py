@@ -32,7 +32,7 @@ from core.batching import ChunkBatcher
 from core.config import DecodeConfig
 from core.errors import InvariantError
 from core.ids import AttemptId, Incarnation, PoolRef, RequestId
-from core.messages.to_conductor import WorkerReport
+from core.messages.to_conductor import TransferTotals, WorkerReport
 from core.messages.to_decode import DecodeRequest
 from core.messages.to_gateway import FailureCode, TokenEmitted
 from core.requests import finish_reason
@@ -84,13 +84,14 @@ class DecodeState:
         """Return the attempts that live."""
         return tuple(a.id for a in self._live.values())
 
-    def report(self, step_s: float) -> WorkerReport:
-        """Return the load for the Conductor; the caller measured `step_s`."""
+    def report(self, step_s: float, transfers: tuple[TransferTotals, ...]) -> WorkerReport:
+        """Return the load for the Conductor; the caller measured `step_s` and `transfers`."""
         live, free_blocks = self._live.values(), self._batch.allocator.num_available
         return WorkerReport(
             prefill=prefill_load(live, free_blocks) if self._batch.computes_prompts else None,
             decode=decode_load(live, free_blocks, step_s),
             draining=self.draining,
+            transfers=transfers,
         )
 
     def counters(self) -> dict[str, float]:

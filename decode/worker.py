@@ -213,7 +213,9 @@ class DecodeWorker:
     async def _report(self) -> None:
         while True:
             await asyncio.sleep(self._config.report_interval_s)
-            self._conductor.post(self.state.report(self._mean_step_s))
+            self._conductor.post(
+                self.state.report(self._mean_step_s, self._pool.transfers.totals())
+            )
 
     # --- gateways ---
 

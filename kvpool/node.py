@@ -35,6 +35,7 @@ from core.messages.to_pool import (
     WriteSlices,
 )
 from core.net import HEARTBEAT_S, BaseHandler, Connection, Identity, UnixEndpoint
+from core.transfer_meter import TransferMeter
 from core.wire import Message, MessageSet
 from kvpool.checksum import pack_checksums, slice_checksum
 from kvpool.events import (
@@ -116,6 +117,7 @@ class PoolNode:
         self._answers: dict[int, asyncio.Future[net.Reply]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._moved: dict[Incarnation, tuple[int, float]] = {}
+        self._transfers = TransferMeter()
         self._scratch = memoryview(bytearray(self._layout.slice_bytes))
         self._peers = Peers(
             BaseHandler(),
@@ -234,7 +236,7 @@ class PoolNode:
             await asyncio.sleep(self._config.report_interval_s)
             moved, self._moved = self._moved, {}
             samples = [LinkSample(source, size, took) for source, (size, took) in moved.items()]
-            self._conductor.post(self._state.report(samples))
+            self._conductor.post(self._state.report(samples, self._transfers.totals()))
 
     async def _allocate(self) -> None:
         """Have all memory there before it is needed; a first touch would stall a transfer."""
@@ -400,10 +402,10 @@ class PoolNode:
         except (HalfmoonError, OSError, TimeoutError) as error:
             self._handle(SourceFailed(self._now_s(), action.fetch, str(error)))
             return
-        num_bytes, took_s = self._moved.get(source.incarnation, (0, 0.0))
-        num_bytes += len(into) * self._layout.slot_bytes
-        took_s += self._now_s() - began_s
-        self._moved[source.incarnation] = (num_bytes, took_s)
+        num_bytes, took_s = len(into) * self._layout.slot_bytes, self._now_s() - began_s
+        self._transfers.add(source.name, self.ref.name, num_bytes, took_s)
+        bytes_before, seconds_before = self._moved.get(source.incarnation, (0, 0.0))
+        self._moved[source.incarnation] = (bytes_before + num_bytes, seconds_before + took_s)
         self._handle(SourceRead(self._now_s(), action.fetch, reply.slice_checksums))
 
 

@@ -21,7 +21,9 @@ from core.messages.to_conductor import (
     PoolEvents,
     PoolReport,
     PoolSnapshot,
+    PoolTotals,
     RegisterPoolNode,
+    TransferTotals,
 )
 from core.messages.to_pool import (
     BeginWrites,
@@ -348,7 +350,9 @@ class PoolNodeState:
             for start in starts
         ]
 
-    def report(self, links: Sequence[LinkSample]) -> PoolReport:
+    def report(
+        self, links: Sequence[LinkSample], transfers: Sequence[TransferTotals]
+    ) -> PoolReport:
         """Return the periodic report, with what the shell measured of its links."""
         counts = self.table.count()
         return PoolReport(
@@ -358,6 +362,15 @@ class PoolNodeState:
             num_quarantined=counts[SlotState.QUARANTINED],
             num_leases=self.table.num_leases,
             links=tuple(links),
+            num_evicting=counts[SlotState.EVICTING],
+            totals=PoolTotals(
+                num_evicted_blocks=self.table.num_evicted,
+                num_fetched_blocks=self.counters["blocks_fetched"],
+                num_corrupted_blocks=self.counters["blocks_corrupt"]
+                + self.counters["blocks_mismatched"],
+                num_expired_leases=self.table.num_expired_leases,
+            ),
+            transfers=tuple(transfers),
         )
 
     def stats(self) -> PoolStats:

@@ -21,6 +21,7 @@ from core.ids import AttemptId, Incarnation, PoolRef
 from core.links import RETRY_S
 from core.messages.to_pool import LeasedBlock
 from core.net import Identity
+from core.transfer_meter import TransferMeter
 from engine.base import Engine
 from kvpool.checksum import block_checksum, slice_checksum
 from kvpool.client import PoolClient, RemoteSlotWriter, SlotWriter
@@ -65,6 +66,7 @@ class PoolLink:
         heartbeat_s: float,
     ) -> None:
         self.traffic = Traffic()
+        self.transfers = TransferMeter()
         self._config, self._engine = config, engine
         self._identity, self._secret = identity, secret
         self._socket_path = socket_path
@@ -174,16 +176,20 @@ class PoolLink:
 
     async def _load(self, action: ev.LoadBlocks) -> ev.Event:
         num_good = 0
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
         try:
             client = self._client()
             for leased, block_id in zip(action.blocks, action.block_ids, strict=True):
                 view = client.slot(leased.handle)
-                loop = asyncio.get_running_loop()
                 if not await loop.run_in_executor(self._copier, self._copy, view, leased, block_id):
                     self.traffic.num_corrupt_blocks += 1
                     client.report_corrupt(leased.handle)
                     break
                 num_good += 1
+            num_bytes = num_good * self._engine.spec.block_bytes
+            took_s = loop.time() - began_s
+            self.transfers.add(client.ref.name, self._identity.name, num_bytes, took_s)
             client.release(action.attempt, [leased.handle for leased in action.blocks])
         except _FAILURES as error:
             log.info("%s: the pool node left in the middle of a load: %s", action.attempt, error)
@@ -225,7 +231,11 @@ class PoolLink:
         size = self._engine.spec.layer_slice_bytes
         for part in action.slices:
             data = [self._engine.read_slice(block, part.layer) for block in part.block_ids]
+            began_s = asyncio.get_running_loop().time()
             await writer.write(part.layer, part.handles, data)
+            took_s = asyncio.get_running_loop().time() - began_s
+            own, num_bytes = self._identity.name, size * len(data)
+            self.transfers.add(own, action.pool.name, num_bytes, took_s)
             if isinstance(writer, RemoteSlotWriter):
                 self.traffic.written_remote_bytes += size * len(data)
             else:

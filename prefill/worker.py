@@ -331,7 +331,9 @@ class PrefillWorker:
     async def _beat(self) -> None:
         while True:
             self._dispatch(ev.TimedOut())
-            report = WorkerReport(self._state.load, None, self._state.draining)
+            report = WorkerReport(
+                self._state.load, None, self._state.draining, self._pool.transfers.totals()
+            )
             self._conductor.post(report)
             await asyncio.sleep(self._config.report_interval_s)
 

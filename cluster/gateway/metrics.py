@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
+from cluster.gateway.cluster_metrics import ClusterCollector
 from cluster.request_events import (
     Abandoned,
     EndRequest,
@@ -16,7 +15,7 @@ from cluster.request_events import (
     Overloaded,
     Unavailable,
 )
-from core.messages.to_conductor import ClusterState, WorkerReport, WorkerRole
+from core.messages.to_conductor import ClusterState
 from core.messages.to_gateway import PrefillStats
 
 _SECONDS = (
@@ -32,20 +31,16 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model_name
+        self._cluster = ClusterCollector(model_name)
+        self.registry.register(self._cluster)
         labels = ("model_name", "role")
 
         def counter(name: str, text: str, *more: str) -> Counter:
             return Counter(name, text, (*labels, *more), registry=self.registry)
 
-        def gauge(name: str, text: str, *more: str) -> Gauge:
-            return Gauge(name, text, (*labels, *more), registry=self.registry)
-
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
-        self._running = gauge("vllm:num_requests_running", "Requests in a worker's batch.")
-        self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting at workers.")
-        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Used part of the paged cache, 0 to 1.")
         self._cache_queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up.")
         self._cache_hits = counter("vllm:prefix_cache_hits", "Prompt tokens found locally.")
         self._pool_queries = counter(
@@ -88,6 +83,7 @@ class Metrics:
         for always in (self._preemptions, self._generated):  # 0 is a figure too
             always.labels(model_name, "decode")
         self._migrations.labels(model_name, "gateway")
+        self._recomputed.labels(model_name, "prefill")
         self._generated_by_decode = self._generated.labels(model_name, "decode")
         self._itl_of_decode = self._itl.labels(model_name, "decode")
 
@@ -168,34 +164,12 @@ class Metrics:
     # --- what others tell ---
 
     def set_workers(self, state: ClusterState) -> None:
-        """Set the workers' gauges from what the Conductor knows, summed by role."""
-        running: dict[str, int] = defaultdict(int)
-        waiting: dict[str, int] = defaultdict(int)
-        for worker in state.workers:
-            if worker.report is not None:
-                for role, num_running, num_waiting in _loads(worker.report):
-                    running[role] += num_running
-                    waiting[role] += num_waiting
-        for role in (WorkerRole.PREFILL, WorkerRole.DECODE):
-            self._running.labels(self._model, role).set(running[role])
-            self._waiting.labels(self._model, role).set(waiting[role])
-
-    def set_kv_usage(self, role: WorkerRole, used: float) -> None:
-        """Set the used part (0 to 1) of the paged caches of a role."""
-        self._kv_usage.labels(self._model, role).set(used)
+        """Show what the Conductor knows from now on."""
+        self._cluster.state = state
 
     def render(self) -> bytes:
         """Return the text that `/metrics` answers."""
         return generate_latest(self.registry)
-
-
-def _loads(report: WorkerReport) -> list[tuple[str, int, int]]:
-    loads: list[tuple[str, int, int]] = []
-    if report.prefill is not None:
-        loads.append((WorkerRole.PREFILL, report.prefill.num_running, report.prefill.num_waiting))
-    if report.decode is not None:
-        loads.append((WorkerRole.DECODE, report.decode.num_running, report.decode.num_waiting))
-    return loads
 
 
 def _is_rejection(outcome: Outcome) -> bool:

@@ -100,12 +100,40 @@ class LinkSample:
 
 
 @dataclass(frozen=True, slots=True)
+class TransferTotals:
+    """Bytes moved and seconds taken between two processes, since the reporter's start.
+
+    Names, not lives: the sums go on when the other side restarts. Transfers at the same time add
+    up their seconds.
+    """
+
+    source: str
+    destination: str
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """One way, at every heartbeat. A coupled worker sends both loads."""
 
     prefill: PrefillLoad | None
     decode: DecodeLoad | None
     draining: bool
+    transfers: tuple[TransferTotals, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PoolTotals:
+    """What happened in a pool node since its start.
+
+    `num_corrupted` counts copies whose checksum was found wrong, by a reader or when written.
+    """
+
+    num_evicted_blocks: int = 0
+    num_fetched_blocks: int = 0
+    num_corrupted_blocks: int = 0
+    num_expired_leases: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +146,9 @@ class PoolReport:
     num_quarantined: int
     num_leases: int
     links: tuple[LinkSample, ...]
+    num_evicting: int = 0
+    totals: PoolTotals = PoolTotals()
+    transfers: tuple[TransferTotals, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +258,11 @@ class GetClusterState:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """A row of `halfmoon status`. `restarts` counts earlier lives seen under this name."""
+    """A row of `halfmoon status`. `restarts` counts earlier lives seen under this name.
+
+    `num_blocks` is what fits into its paged cache, or into the slots of a pool node, whose
+    `slot_bytes` are those of each; a worker has none.
+    """
 
     role: str
     name: str
@@ -236,6 +271,8 @@ class WorkerState:
     pool: str
     restarts: int
     num_assigned: int
+    num_blocks: int
+    slot_bytes: int | None
     report: WorkerReport | None
     pool_report: PoolReport | None
     last_seen_s: float

@@ -57,6 +57,33 @@ CASES = [
         "00000000000000cb4000000000000000cb3fd0000000000000cb3fc0000000000000",
     ),
     (
+        to_conductor.MESSAGES,
+        to_conductor.WorkerReport(
+            to_conductor.PrefillLoad(1, 2, 300, 40),
+            to_conductor.DecodeLoad(1, 2, 300, 40, 0.5),
+            False,
+            (to_conductor.TransferTotals("pool-0", "decode-0", 4096, 0.25),),
+        ),
+        "95ac576f726b65725265706f7274940102cd012c28950102cd012c28cb3fe0000000000000c29194"
+        "a6706f6f6c2d30a86465636f64652d30cd1000cb3fd0000000000000",
+    ),
+    (
+        to_conductor.MESSAGES,
+        to_conductor.PoolReport(
+            1,
+            2,
+            3,
+            4,
+            5,
+            (to_conductor.LinkSample(POOL.incarnation, 6, 0.5),),
+            7,
+            to_conductor.PoolTotals(8, 9, 10, 11),
+            (to_conductor.TransferTotals("pool-1", "pool-0", 12, 0.25),),
+        ),
+        "9aaa506f6f6c5265706f727401020304059193b03030303030303030303030303030636306cb3fe0"
+        "000000000000079408090a0b9194a6706f6f6c2d31a6706f6f6c2d300ccb3fd0000000000000",
+    ),
+    (
         to_conductor.REPLIES,
         to_conductor.Placement(
             3, WORKER, None, (to_conductor.BlockSource(POOL, 0, 4),), 0.5, 0.0, "why"

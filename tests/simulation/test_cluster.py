@@ -11,6 +11,7 @@ import contextlib
 import gc
 import random
 import tempfile
+from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -116,6 +117,49 @@ def simulate(seed, directory, monkeypatch, shape, *, num_requests, num_faults, r
         return migrations
 
     return run_virtual(main, seed=seed)
+
+
+def test_what_processes_count_reaches_the_conductor(directory, monkeypatch):
+    """The same prompts from everywhere move blocks over every kind of link."""
+
+    async def main() -> None:
+        shape = Shape(policy="round-robin")
+        cluster = SimCluster(7, directory, SimNet(7), monkeypatch, shape)
+        async with running(cluster):
+            for first in (10, 10, 200, 10, 200, 200, 10):
+                await cluster.generate(range(first, first + 60), SamplingParams(max_tokens=20))
+            await cluster.settle()
+            cluster.flip_bits("pool-0", count=500)
+            await cluster.kill("prefill-0")  # the next one has to read the pool
+            await cluster.restart("prefill-0")
+            await asyncio.sleep(2.0)
+            for _ in range(2):
+                await cluster.generate(range(10, 70), SamplingParams(max_tokens=20))
+            await cluster.settle()
+            await asyncio.sleep(2.0)
+            stats = {n: dict(cluster.services[n].stats().counters) for n in ("pool-0", "pool-1")}
+            rows = {row.name: row for row in (await cluster.dispatcher.cluster_state(5.0)).workers}
+        moved: Counter[tuple[str, str]] = Counter()
+        for row in rows.values():
+            for link in (row.report or row.pool_report).transfers:
+                kinds = (link.source.split("-")[0], link.destination.split("-")[0])
+                moved[kinds] += link.num_bytes
+                assert link.num_bytes % SPEC.layer_slice_bytes == 0
+        assert {kinds for kinds, num_bytes in moved.items() if num_bytes} == {
+            ("prefill", "pool"), ("pool", "prefill"), ("pool", "pool"), ("pool", "decode"),
+            ("decode", "pool"),
+        }  # fmt: skip
+        for pool in ("pool-0", "pool-1"):
+            totals, counted = rows[pool].pool_report.totals, stats[pool]
+            assert totals.num_fetched_blocks == counted["blocks_fetched"]
+            assert totals.num_evicted_blocks == counted["blocks_evicted"]
+            assert totals.num_expired_leases == counted["leases_expired"]
+            corrupted = counted.get("blocks_corrupt", 0) + counted.get("blocks_mismatched", 0)
+            assert totals.num_corrupted_blocks == corrupted
+        assert rows["pool-0"].pool_report.totals.num_corrupted_blocks
+        assert rows["pool-0"].slot_bytes == SPEC.block_bytes
+
+    run_virtual(main, seed=7)
 
 
 @pytest.mark.parametrize("seed", range(4))
