@@ -153,7 +153,7 @@ class ServiceThread:
         )
         await service.start()
         try:
-            record = ProcessRecord(
+            life = ProcessRecord(
                 name=setup.name,
                 kind=setup.kind,
                 incarnation=incarnation,
@@ -161,7 +161,7 @@ class ServiceThread:
                 created_s=psutil.Process().create_time(),
                 address=self._locate(service),
             )
-            state.write_process(record)
+            record = state.write_process(life)
             self._started.set_result(record)
             log.info("%s started: %s", setup.name, record)
             await self._until_over(service)

@@ -22,7 +22,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,10 @@ _STOP_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessRecord:
-    """One life of one process. `created_s` tells it from a later process with the same pid."""
+    """One life of one process. `created_s` tells it from a later process with the same pid.
+
+    `restarts` counts the earlier lives that worked under this name in the same run.
+    """
 
     name: str
     kind: str
@@ -46,6 +49,7 @@ class ProcessRecord:
     pid: int
     created_s: float
     address: Address
+    restarts: int = 0
 
 
 def default_state_dir() -> Path:
@@ -162,10 +166,16 @@ class StateDir:
         for path in self._processes.glob("*.json"):
             path.unlink(missing_ok=True)
 
-    def write_process(self, record: ProcessRecord) -> None:
-        """Record a living process under its name."""
+    def write_process(self, record: ProcessRecord) -> ProcessRecord:
+        """Record a living process under its name; return it with the restarts counted."""
         self._processes.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write_json(self._processes / f"{record.name}.json", asdict(record))
+        path = self._processes / f"{record.name}.json"
+        before = _read_json(path)
+        if before:
+            is_new = before["incarnation"] != record.incarnation
+            record = replace(record, restarts=before["restarts"] + is_new)
+        _write_json(path, asdict(record))
+        return record
 
     def read_processes(self) -> dict[str, ProcessRecord]:
         """Return the latest life of each process, by name; it may have ended since."""

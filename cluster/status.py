@@ -7,9 +7,11 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 
-from rich.console import Console
+from rich import box
+from rich.console import Console, Group
 from rich.table import Table
 
 from cluster.state_dir import ProcessRecord, StateDir, is_alive
@@ -20,6 +22,8 @@ from core.messages.to_conductor import ClusterState, GetClusterState, WorkerStat
 from core.net import BaseHandler, Identity, dial
 
 _TIMEOUT_S = 5.0
+_WIDE_COLUMNS = 100
+"""From here on there is room for the pool node of each worker."""
 
 
 def show_status(state: StateDir, console: Console, *, as_json: bool) -> int:
@@ -37,8 +41,7 @@ def show_status(state: StateDir, console: Console, *, as_json: bool) -> int:
         print(json.dumps(document | {"cluster": asdict(cluster)}, indent=1, default=_plain))
     else:
         url = str(state.read_run().get("url", ""))
-        console.print(_heading(cluster, url))
-        console.print(_table(cluster, processes))
+        console.print(render_status(cluster, processes, url, console.width))
     return 1 if down else 0
 
 
@@ -64,39 +67,71 @@ async def fetch_state(conductor: ProcessRecord, secret: bytes) -> ClusterState:
     return reply
 
 
+def render_status(
+    cluster: ClusterState, processes: Mapping[str, ProcessRecord], url: str, width: int
+) -> Group:
+    """Return heading and table, to be read at 80 columns as well as on a wide screen.
+
+    `restarts` are those of the process records of this machine; processes of other machines show
+    what the Conductor saw in its own life.
+    """
+    return Group(_heading(cluster, url), _table(cluster, processes, width))
+
+
 def _heading(cluster: ClusterState, url: str) -> str:
     return (
-        f"[bold]{url}[/]  policy {cluster.policy}, term {cluster.epoch}, "
+        f"[bold]{url}[/]  policy {cluster.policy}, epoch {cluster.epoch}\n"
         f"{cluster.num_placed} placed, {cluster.num_rejected} rejected, "
-        f"{cluster.num_indexed_blocks} blocks indexed, "
+        f"{cluster.num_indexed_blocks} indexed blocks, "
         f"{cluster.num_directory_gaps} directory gaps"
     )
 
 
-def _table(cluster: ClusterState, processes: dict[str, ProcessRecord]) -> Table:
-    table = Table()
-    for heading in ("process", "pid", "state", "restarts", "pool", "load", "free blocks"):
-        table.add_column(heading, justify="right" if heading in ("pid", "restarts") else "left")
+def _table(cluster: ClusterState, processes: Mapping[str, ProcessRecord], width: int) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    is_wide = width >= _WIDE_COLUMNS
+    for heading in ("process", "pid", "state", "restarts", "load", "free blocks"):
+        is_number = heading in ("pid", "restarts", "free blocks")
+        table.add_column(
+            heading, justify="right" if is_number else "left", no_wrap=heading != "load"
+        )
+    if is_wide:
+        table.add_column("pool", no_wrap=True)
     known = {worker.name: worker for worker in cluster.workers}
     for name in sorted({*processes, *known}):
         record, worker = processes.get(name), known.get(name)
-        alive = record is not None and is_alive(record)
-        state = "[green]up" if alive else "[red]down"
-        table.add_row(
+        cells = (
             name,
-            str(record.pid) if record is not None else "",
-            state + (f" {_age(record)}" if alive and record is not None else ""),
-            "" if worker is None else str(worker.restarts),
-            "" if worker is None else worker.pool,
+            "" if record is None else str(record.pid),
+            _state(record),
+            _restarts(record, worker),
             "" if worker is None else _load(worker),
             "" if worker is None else _free(worker),
         )
+        table.add_row(*cells, *(["" if worker is None else worker.pool] if is_wide else []))
     return table
+
+
+def _state(record: ProcessRecord | None) -> str:
+    if record is None:
+        return "elsewhere"
+    return f"[green]up[/] {_age(record)}" if is_alive(record) else "[red]down"
+
+
+def _restarts(record: ProcessRecord | None, worker: WorkerState | None) -> str:
+    restarts = 0
+    if record is not None:
+        restarts = record.restarts
+    elif worker is not None:
+        restarts = worker.restarts
+    return f"[yellow]{restarts}" if restarts else "0"
 
 
 def _load(worker: WorkerState) -> str:
     parts = [f"{worker.num_assigned} assigned"] if worker.num_assigned else []
     report = worker.report
+    if report is not None and report.draining:
+        parts.append("draining")
     if report is not None and report.prefill is not None:
         prefill = report.prefill
         parts.append(
@@ -118,10 +153,11 @@ def _load(worker: WorkerState) -> str:
 
 def _free(worker: WorkerState) -> str:
     report, pool = worker.report, worker.pool_report
-    counts = [pool.num_free] if pool is not None else []
-    if report is not None:
-        counts += [load.free_blocks for load in (report.prefill, report.decode) if load is not None]
-    return " / ".join(str(count) for count in counts)
+    if pool is not None:
+        return f"{pool.num_free}/{worker.num_blocks}"
+    loads = () if report is None else (report.prefill, report.decode)
+    free = next((load.free_blocks for load in loads if load is not None), None)
+    return "" if free is None else f"{free}/{worker.num_blocks}"
 
 
 def _age(record: ProcessRecord) -> str:

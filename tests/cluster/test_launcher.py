@@ -159,6 +159,8 @@ def test_a_killed_process_comes_back(server, model, name):
     assert server.complete(prompt, 10) == oracle(model, prompt, 10)
     status = server.status()
     assert status["down"] == []
+    lives = {life["name"]: life for life in status["processes"]}
+    assert lives[name]["restarts"] == before.restarts + 1
     known = {worker["name"]: worker for worker in status["cluster"]["workers"]}
     if name in known:
         assert known[name]["incarnation"] == server.state.read_processes()[name].incarnation

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -71,6 +72,14 @@ def test_records_survive_a_round_trip(state):
     assert state.read_processes() == {"decode-0": one}
     assert is_alive(one)
     assert not is_alive(record("decode-0", os.getpid(), one.created_s - 100))
+
+
+def test_restarts_are_counted_within_a_run(state):
+    lives = [replace(record("gateway", 1, 1.0), incarnation=Incarnation(i)) for i in "aabbc"]
+    assert [state.write_process(life).restarts for life in lives] == [0, 0, 1, 1, 2]
+    assert state.read_processes()["gateway"] == replace(lives[-1], restarts=2)
+    state.clear_run()
+    assert state.write_process(lives[0]).restarts == 0
 
 
 def test_reaping_ends_what_was_left_and_nothing_else(state, sleeper):
