@@ -19,6 +19,9 @@ from prefill.events import BeginWrites, CommitBlocks, EndWrites, LayerSlices, Wr
 MAX_SLICES = 256
 """Slices in one operation; bounds how long a cancelled attempt keeps its blocks."""
 
+MAX_TRIES = 4
+"""Of a `BeginWrites`; they are a report interval apart."""
+
 Operation = BeginWrites | WriteBlocks | CommitBlocks
 _Kind = TypeVar("_Kind", BeginWrites, WriteBlocks, CommitBlocks)
 
@@ -30,6 +33,7 @@ class _Slot:
     index: int
     handle: SlotHandle
     begun: bool = False
+    num_tries: int = 0
     num_layers: int = 0
 
 
@@ -44,6 +48,7 @@ class Push:
         self._seen: set[SlotHandle] = set()
         self.closed = False
         self._running: Operation | None = None
+        self._paused = False
 
     @property
     def busy(self) -> bool:
@@ -69,7 +74,7 @@ class Push:
 
         `num_ready(index)` counts the layers of a block that are complete in the paged cache.
         """
-        if self.busy or self.closed:
+        if self.busy or self.closed or self._paused:
             return None
         slots = self._slots.values()
         named = tuple(slot.handle for slot in slots if not slot.begun)
@@ -126,9 +131,24 @@ class Push:
             del self._slots[handle]
 
     def failed(self) -> None:
-        """End whatever runs: the pool node is gone, and its slots with it."""
-        self._running = None
-        self._slots.clear()
+        """End whatever runs: the connection to the pool node is gone, the node perhaps not.
+
+        A living node tells the owner of slots that were begun. Of those still to be begun it
+        knows no writer, so they are tried again, a little later, up to `MAX_TRIES` times.
+        """
+        running, self._running = self._running, None
+        for handle in running.handles if isinstance(running, BeginWrites) else ():
+            self._slots[handle].num_tries += 1
+        self._slots = {
+            handle: slot
+            for handle, slot in self._slots.items()
+            if not slot.begun and slot.num_tries < MAX_TRIES
+        }
+        self._paused = True
+
+    def resume(self) -> None:
+        """Let a push that failed go on."""
+        self._paused = False
 
     def close(self) -> EndWrites | None:
         """Write nothing more. Call it again when `busy` ended: only then slots can be let go."""

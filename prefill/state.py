@@ -410,7 +410,8 @@ class PrefillState:
                 push.committed()
             case ev.WritesFailed():
                 push.failed()
-        self._progressed(attempt)
+        if not isinstance(event, ev.WritesFailed):
+            self._progressed(attempt)
         if push.closed:
             self._close(push)
         self._pump(attempt)
@@ -466,6 +467,10 @@ class PrefillState:
             late = attempt.deadline_s is not None and attempt.deadline_s <= self._now_s
             if late and attempt.needs_decode and attempt.phase is Phase.HANDING_OFF:
                 self._fail(attempt, FailureCode.TIMED_OUT, "the decode worker did not take over")
+                continue
+            for push in attempt.pushes.values():
+                push.resume()
+            self._pump(attempt)
 
     def _end_older(self, name: AttemptId) -> None:
         """Remember `name` as seen, and end it and every older attempt of its request."""

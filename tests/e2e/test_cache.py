@@ -22,7 +22,7 @@ async def test_b07_cached_tokens_are_what_prefill_skipped(monkeypatch, hosts):
         other = prompt[: 2 * size] + prompt_of(size + 5, salt=9)
         for asked, cached in ((prompt, 0), (prompt, 3 * size), (other, 2 * size)):
             for stream in (False, True) if cached == 3 * size else (False,):
-                reply = await cluster.check(asked, stream=stream)
+                reply = await cluster.check(asked, stream=stream, ignore_eos=True)
                 assert reply.cached_tokens == cached
                 await cluster.settle()
 
@@ -36,7 +36,9 @@ async def test_b25_every_length_cold_warm_and_on_the_other_prefill(monkeypatch, 
             prompt = prompt_of(length, salt=length)
             cached = []
             for _ in range(3):  # two workers in turn: cold, warm on the other, warm on the first
-                cached.append((await cluster.check(prompt, max_tokens=4)).cached_tokens)
+                cached.append(
+                    (await cluster.check(prompt, max_tokens=4, ignore_eos=True)).cached_tokens
+                )
                 await cluster.settle()
             most = (length - 1) // size * size
             if not shape.coupled:
@@ -52,7 +54,9 @@ async def test_b25_blocks_that_decode_made_are_hit_by_the_next_turn(monkeypatch)
             first = await cluster.check(prompt, max_tokens=2 * size, ignore_eos=True)
             await cluster.settle()
             turn = [*prompt, *first.token_ids, 1, 2, 3]
-            assert (await cluster.check(turn)).cached_tokens == (length + 2 * size - 1) // size * size
+            assert (await cluster.check(turn)).cached_tokens == (
+                length + 2 * size - 1
+            ) // size * size
             await cluster.settle()
 
 

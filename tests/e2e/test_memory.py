@@ -39,9 +39,7 @@ async def test_b38_a_short_request_is_not_starved_by_long_ones(monkeypatch):
     shape = Shape(hosts=1, prefill=1, decode=1, decode_blocks=40)
     async with running(monkeypatch, shape) as cluster:
         fields = GREEDY | {"max_tokens": 90}
-        long = [
-            asyncio.create_task(cluster.check(prompt_of(i, 120), **fields)) for i in range(3)
-        ]
+        long = [asyncio.create_task(cluster.check(prompt_of(i, 120), **fields)) for i in range(3)]
         await cluster.until(lambda: cluster.engines["decode-0"].num_steps > 3)
         await cluster.check(prompt_of(9, 10), max_tokens=4)
         assert not all(task.done() for task in long)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -20,9 +21,10 @@ async def test_b12_b14_b15_b16_mistakes_leave_the_neighbour_alone(monkeypatch):
         neighbour = asyncio.create_task(cluster.check(prompt, max_tokens=60, ignore_eos=True))
         await cluster.held("decode")
         size = TOKENIZER.vocab_size
+        no_prompts: list[Any] = ["", [], [[]], [""], [size], [-1], [[1], [2**31]]]
         hello = [{"role": "user", "content": "hi"}]
-        bad = [
-            *({"prompt": p} for p in ("", [], [[]], [""], [size], [-1], [[1], [2**31]])),
+        bad: list[dict[str, Any]] = [
+            *({"prompt": p} for p in no_prompts),
             *({"prompt": "a", "stop_token_ids": [i]} for i in (-1, size, 2**63, "abc", 1.5)),
             *({"prompt": "a", "logit_bias": b} for b in ({str(size): 1}, {"1": 101}, {"x": 1})),
             {"prompt": "a", "bad_words": [""]},
@@ -77,7 +79,12 @@ async def test_b21_the_official_client_understands_every_answer(monkeypatch):
         token_ids = rendered.body["tokens"]
         expected = cluster.oracle(token_ids, max_tokens=7)
         text = TOKENIZER.decode(expected, skip_special_tokens=True)
-        asked = {"model": MODEL, "messages": messages, "max_tokens": 7, "temperature": 0}
+        asked: dict[str, Any] = {
+            "model": MODEL,
+            "messages": messages,
+            "max_tokens": 7,
+            "temperature": 0,
+        }
         whole = await client.chat.completions.create(**asked)
         assert whole.choices[0].message.content == text
         assert whole.usage.prompt_tokens == len(token_ids)
@@ -97,9 +104,10 @@ async def test_b21_the_official_client_understands_every_answer(monkeypatch):
                 await client.completions.create(model=model, prompt="x")
             assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
             assert f"`{model}`" in missing.value.message
-        for fields in ({"model": 5}, {"max_tokens": "10"}):
+        mistakes: list[dict[str, Any]] = [{"model": 5}, {"max_tokens": "10"}]
+        for fields in mistakes:
             with pytest.raises(openai.BadRequestError) as wrong:
-                await client.completions.create(**{"model": MODEL, "prompt": "x"} | fields)
+                await client.completions.create(**{"model": MODEL, "prompt": "x", **fields})
             assert wrong.value.param in fields
         with pytest.raises(openai.NotFoundError):
             await client.embeddings.create(model=MODEL, input="x")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import pytest
 
-from tests.harness.local_cluster import LocalCluster, Shape, running
+from tests.harness.local_cluster import LocalCluster, Reply, Shape, running
 
 PROMPT = list(range(30, 67))
-SEEDED = {"temperature": 1.0, "seed": 41, "max_tokens": 24, "ignore_eos": True}
-MANY = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
+SEEDED: dict[str, Any] = {"temperature": 1.0, "seed": 41, "max_tokens": 24, "ignore_eos": True}
+MANY: dict[str, Any] = {"temperature": 1.0, "max_tokens": 60, "ignore_eos": True}
 
 
-def neighbours(cluster: LocalCluster, count: int = 7) -> list[asyncio.Task[object]]:
+def neighbours(cluster: LocalCluster, count: int = 7) -> list[asyncio.Task[Reply]]:
     """Others in the same batches: seeded, unseeded, greedy."""
     chance = random.Random(5)
     made = []
@@ -45,9 +46,7 @@ async def test_b18_after_a_preemption(monkeypatch):
     shape = Shape(hosts=1, prefill=1, decode=1, decode_blocks=34)
     async with running(monkeypatch, shape) as cluster:
         fields = SEEDED | {"max_tokens": 80}
-        await asyncio.gather(
-            *(cluster.check(PROMPT[i:], **fields | {"seed": i}) for i in range(6))
-        )
+        await asyncio.gather(*(cluster.check(PROMPT[i:], **fields | {"seed": i}) for i in range(6)))
         preempted = await cluster.metric("vllm:num_preemptions_total")
         assert 1 <= preempted < 60
 

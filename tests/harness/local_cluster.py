@@ -2,13 +2,15 @@
 
 What runs is what a deployment runs, from HTTP down to the slots of the pool nodes; only Ray and the
 model are missing. `kill` and `restart` take parts away and bring them back under a new incarnation;
-`proxied` puts a misbehaving wire between two parts; engines can be held in the middle of their work.
+`proxied` puts a misbehaving wire between two parts; engines can be held in the middle of their
+work; `only` names the workers that new requests are placed on.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import itertools
 import json
 import os
@@ -19,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 
@@ -27,13 +29,14 @@ import cluster.gateway.service
 import core.links
 import core.net
 import kvpool.writers
+import scheduler.conductor
 import scheduler.policies
 from cluster.gateway.prompts import choice_seed
 from cluster.gateway.service import Gateway
 from cluster.gateway.validation import GREEDY_BELOW
 from core.config import ConductorConfig, DecodeConfig, GatewayConfig, PoolNodeConfig, PrefillConfig
-from core.hashing import HashRoot
-from core.ids import Address, Incarnation
+from core.hashing import HashRoot, extend_block_hashes
+from core.ids import Address, BlockHash, Incarnation
 from core.messages.to_conductor import WorkerState
 from core.net import Connection, Identity
 from core.requests import SamplingParams
@@ -43,6 +46,7 @@ from engine.toy import ToyEngine, toy_generate, toy_spec
 from kvpool.node import PoolNode
 from prefill.batcher import PrefillBatcher
 from prefill.worker import PrefillWorker
+from scheduler.decode_choice import DecodeCandidate, choose_decode
 from scheduler.policies import Candidate, Choice, PolicyState, choose_round_robin
 from scheduler.service import ConductorService
 from tests.gateway.client import Streamed, parse
@@ -55,6 +59,8 @@ LOCAL = Address("127.0.0.1", 0)
 MODEL = "toy"
 TOKENIZER = tiny_tokenizer()
 EOS_ID = TOKENIZER.encode(EOS, add_special_tokens=False)[0]
+_C = TypeVar("_C", Candidate, DecodeCandidate)
+
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
 LIMIT_S = 30.0
@@ -88,14 +94,6 @@ class Shape:
             eos_token_ids=(EOS_ID,),
             head_dim=self.head_dim,
         )
-
-
-def choose_in_turn(candidates: Sequence[Candidate], state: PolicyState) -> Choice:
-    """Each prefill worker in turn, and what it lacks is always fetched where it is."""
-    chosen = choose_round_robin(candidates, state)
-    return dataclasses.replace(
-        chosen, fetch=chosen.candidate.best_blocks > chosen.candidate.local_blocks
-    )
 
 
 class HeldEngine(ToyEngine):
@@ -198,6 +196,7 @@ class LocalCluster:
         self.services: dict[str, Any] = {}
         self.engines: dict[str, HeldEngine] = {}
         self.session: aiohttp.ClientSession
+        self.only: set[str] = set()
         self._directory = directory
         self._gateway_changes = gateway
         self._lives = itertools.count(1)
@@ -210,9 +209,26 @@ class LocalCluster:
             self._makers |= {f"{kind}-{i}": make for i in range(getattr(shape, kind))}
         self._makers["gateway"] = self._gateway
         monkeypatch.setattr(cluster.gateway.service, "POLL_S", 0.05)
-        monkeypatch.setitem(scheduler.policies.POLICIES, "turns", choose_in_turn)
+        monkeypatch.setitem(scheduler.policies.POLICIES, "turns", self._choose_prefill)
+        monkeypatch.setattr(scheduler.conductor, "choose_decode", self._choose_decode)
         for module in (core.links, kvpool.writers):
             monkeypatch.setattr(module, "dial", self._dial)
+
+    # --- placing ---
+
+    def _among(self, candidates: Sequence[_C]) -> Sequence[_C]:
+        """Those that `only` names, if it names some of them."""
+        lives = {self.services[n].ref.incarnation for n in self.only if n in self.services}
+        return [c for c in candidates if c.worker in lives] or candidates
+
+    def _choose_prefill(self, candidates: Sequence[Candidate], state: PolicyState) -> Choice:
+        """Each in turn, and what it lacks is always fetched from where it is."""
+        chosen = choose_round_robin(self._among(candidates), state)
+        fetch = chosen.candidate.best_blocks > chosen.candidate.local_blocks
+        return dataclasses.replace(chosen, fetch=fetch)
+
+    def _choose_decode(self, candidates: Sequence[DecodeCandidate]) -> DecodeCandidate:
+        return choose_decode(self._among(candidates))
 
     # --- processes ---
 
@@ -328,9 +344,7 @@ class LocalCluster:
             report_interval_s=0.1,
             event_interval_s=0.02,
         )
-        return PoolNode(
-            config, listen=LOCAL, socket_dir=self._directory, **self._common(identity)
-        )
+        return PoolNode(config, listen=LOCAL, socket_dir=self._directory, **self._common(identity))
 
     def _prefill(self, identity: Identity) -> PrefillWorker:
         more = self._worker(identity, self.shape.prefill_blocks)
@@ -367,9 +381,7 @@ class LocalCluster:
         return Gateway(
             dataclasses.replace(config, **self._gateway_changes),
             tokenizer=TOKENIZER,
-            hash_root=lambda salt: HashRoot(
-                self.spec.fingerprint, "tiny", self.spec.kv_dtype, "toy", self.spec.block_size, salt
-            ),
+            hash_root=self._hash_root,
             eos_token_ids=self.spec.eos_token_ids,
             host="127.0.0.1",
             port=0,
@@ -392,7 +404,15 @@ class LocalCluster:
         """What the Conductor knows of the workers."""
         return (await self.gateway.dispatcher.cluster_state(LIMIT_S)).workers
 
-    def oracle(self, prompt: Sequence[int], choice: int = 0, **fields: Any) -> list[int]:
+    def _hash_root(self, salt: str) -> HashRoot:
+        spec = self.spec
+        return HashRoot(spec.fingerprint, "tiny", spec.kv_dtype, "toy", spec.block_size, salt)
+
+    def block_hashes(self, prompt: Sequence[int]) -> list[BlockHash]:
+        """The hashes of a prompt's full blocks."""
+        return extend_block_hashes(self._hash_root("").digest(), prompt, self.spec.block_size)
+
+    def oracle(self, prompt: Sequence[int], choice: int = 0, /, **fields: Any) -> list[int]:
         """The right tokens for a body's fields, straight from the prompt."""
         eos = () if fields.get("ignore_eos") else self.spec.eos_token_ids
         params = SamplingParams(
@@ -414,7 +434,7 @@ class LocalCluster:
                 return Reply(response.status, headers, stream=parse(raw))
             return Reply(response.status, headers, body=json.loads(raw))
 
-    async def complete(self, prompt: Any, path: str = COMPLETIONS, **fields: Any) -> Reply:
+    async def complete(self, prompt: Any, path: str = COMPLETIONS, /, **fields: Any) -> Reply:
         """Ask, greedy unless told otherwise, with the tokens beside the text."""
         shown = {"messages": [{"role": "user", "content": prompt}]}
         body = {"model": MODEL, "temperature": 0, "return_token_ids": True}
@@ -441,7 +461,9 @@ class LocalCluster:
         """The sum of a metric over its labels."""
         async with self.session.get("/metrics") as response:
             lines = (await response.text()).splitlines()
-        return sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith((name + "{", name + " ")))
+        return sum(
+            float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith((name + "{", name + " "))
+        )
 
     def pool_counter(self, name: str) -> int:
         """A counter of `PoolStats`, summed over the nodes."""
@@ -462,7 +484,7 @@ class LocalCluster:
         while left := leftovers(self.services):
             assert asyncio.get_running_loop().time() < deadline_s, left
             await asyncio.sleep(0.01)
-        while left := [w for w in await self.workers() if w.num_assigned]:
+        while left := [str(w) for w in await self.workers() if w.num_assigned]:
             assert asyncio.get_running_loop().time() < deadline_s, left
             await asyncio.sleep(0.01)
         await self.until(self._is_indexed)
@@ -505,4 +527,5 @@ async def running(
             await made.stop()
         assert [p.name for p in Path(directory).iterdir()] == ["epoch"]
     await made.until(lambda: len(asyncio.all_tasks()) <= num_tasks)
+    gc.collect()  # mappings of shared memory may hang on the frames of an exception
     assert num_descriptors() == num_fds

@@ -14,6 +14,7 @@ from core.messages.to_gateway import FailureCode
 from core.messages.to_prefill import SlotForBlock
 from core.requests import FinishReason, SamplingParams
 from prefill import events as ev
+from prefill.push import MAX_TRIES
 from tests.prefill.driver import (
     BLOCK,
     DECODE,
@@ -252,6 +253,38 @@ def test_a_lost_pool_node_ends_the_push_and_new_slots_start_another():
     driver.slots(name(1), [0, 1], at=OWN)
     driver.run()
     assert len([h for h in driver.over if h.incarnation == OWN.incarnation]) == 2
+
+
+def lose_connection(driver: Driver) -> None:
+    begin = driver.waiting.pop()
+    assert isinstance(begin, ev.BeginWrites)
+    driver.do(ev.WritesFailed(begin.attempt, begin.pool.incarnation))
+
+
+def test_slots_whose_connection_failed_before_they_were_begun_are_tried_again():
+    """Their node knows no writer, so nobody would tell the decode worker until they expire."""
+    driver = Driver()
+    driver.request(name(1), tokens(6))
+    driver.run()
+    driver.slots(name(1), [0, 1])
+    for _ in range(MAX_TRIES - 1):
+        lose_connection(driver)
+        assert not driver.waiting
+        driver.do(ev.TimedOut())
+        assert kinds(driver.waiting) == ["BeginWrites"]
+    driver.run()
+    assert len([h for h in driver.over if h.incarnation == OTHER.incarnation]) == 2
+
+
+def test_a_node_that_never_takes_the_slots_is_given_up():
+    driver = Driver()
+    driver.request(name(1), tokens(6))
+    driver.run()
+    driver.slots(name(1), [0, 1])
+    for _ in range(MAX_TRIES):
+        lose_connection(driver)
+        driver.do(ev.TimedOut())
+    assert not driver.waiting
 
 
 # --- first token and ends ---
