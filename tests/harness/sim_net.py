@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import core.connection
 import core.net
 from core.errors import AuthError, ConnectionLost, HalfmoonError, RemoteError, WireError
 from core.ids import Address, Incarnation
@@ -155,11 +156,11 @@ class SimConnection:
 
     async def _answer(self, number: int, message: Message) -> None:
         payload: Buffers = ()
-        done: Callable[[], None] = core.net._nothing
+        done: Callable[[], None] = core.connection.no_callback
         body: Message
         try:
             reply = await self._handler.on_request(self, message)  # type: ignore[arg-type]
-            body, payload, done = core.net._parts(reply)
+            body, payload, done = core.connection.reply_parts(reply)
         except HalfmoonError as error:
             body = ErrorReply(type(error).__name__, str(error))
         try:
