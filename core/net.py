@@ -13,14 +13,22 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.connection import HEARTBEAT_S, BaseHandler, Buffers, Connection, Handler, Reply
+from core.connection import (
+    HEARTBEAT_S,
+    MAX_CONCURRENT_REQUESTS,
+    BaseHandler,
+    Buffers,
+    Connection,
+    Handler,
+    Reply,
+)
 from core.errors import ConnectionLost, HalfmoonError
 from core.greeting import Identity, greet_as_client, greet_as_server
 from core.ids import Address, Incarnation
 from core.wire import MessageSet
 
 __all__ = [
-    "HEARTBEAT_S", "BaseHandler", "Buffers", "Connection", "Endpoint", "Handler", "Identity",
+    "HEARTBEAT_S", "MAX_CONCURRENT_REQUESTS", "BaseHandler", "Buffers", "Connection", "Endpoint", "Handler", "Identity",
     "Listener", "Reply", "Sets", "UnixEndpoint", "dial", "listen",
 ]  # fmt: skip
 
