@@ -180,7 +180,7 @@ async def test_losing_the_prefill_worker_afterwards_is_no_loss(tmp_path):
 
 
 async def test_a_prefill_that_makes_no_progress_is_given_up(tmp_path):
-    config = DecodeConfig(handoff_timeout_s=0.2)
+    config = DecodeConfig(queue_timeout_s=0.2)
     async with running_parts(tmp_path, config=config) as parts:
         parts.prefill.finish.clear()
         parts.ask(prompt_of(9), params(10))
