@@ -21,7 +21,7 @@ from transformers import AttentionInterface
 from core.errors import InvariantError
 from engine.base import LayerDone, SequenceStep
 from engine.cache import PagedCache
-from engine.kernels import AttentionCall, Kernels
+from engine.kernels import AttentionCall, Kernels, LayerWeights
 
 ATTENTION_NAME = "halfmoon_paged"
 
@@ -43,6 +43,17 @@ class LayerInputs:
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    scale: float
+    window: int
+    softcap: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSettings:
+    """What distinguishes a layer's attention from another's; see `LayerInputs`."""
+
+    layer: int
+    num_heads: int
     scale: float
     window: int
     softcap: float
@@ -149,6 +160,7 @@ class KernelStep:
         self._kernels = kernels
         self._layer_done = layer_done
         self._layer_bytes = cache.spec.layer_slice_bytes
+        self._scratch = torch.empty(0)
         self._call = AttentionCall(
             query_start=tables.query_start.ctypes.data,
             position_start=tables.position_start.ctypes.data,
@@ -166,18 +178,41 @@ class KernelStep:
         """Write K and V and attend, in one call."""
         q, k, v = (_unit_stride(tensor) for tensor in (inputs.q, inputs.k, inputs.v))
         out = torch.empty(q.shape[1], q.shape[0], q.shape[2])
-        call = self._call
+        settings = LayerSettings(
+            inputs.layer, q.shape[0], inputs.scale, inputs.window, inputs.softcap
+        )
+        call = self._set(settings)
         call.q, call.k, call.v, call.out = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
-        call.cache = self._cache.blocks.data_ptr() + inputs.layer * self._layer_bytes
         call.q_head_stride, call.q_token_stride, _ = q.stride()
         call.k_head_stride, call.k_token_stride, _ = k.stride()
         call.v_head_stride, call.v_token_stride, _ = v.stride()
-        call.num_heads = q.shape[0]
-        call.scale, call.softcap, call.window = inputs.scale, inputs.softcap, inputs.window
         self._kernels.attention(call)
         if self._layer_done is not None:
             self._layer_done(inputs.layer)
         return out
+
+    def run_layer(
+        self,
+        settings: LayerSettings,
+        weights: LayerWeights,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Run a whole decoder layer over `x` [tokens, hidden]; see `Kernels.layer`."""
+        num_floats = len(x) * weights.scratch_floats
+        if len(self._scratch) < num_floats:
+            self._scratch = torch.empty(num_floats)
+        y = self._kernels.layer(weights, self._set(settings), x, rotation, self._scratch)
+        if self._layer_done is not None:
+            self._layer_done(settings.layer)
+        return y
+
+    def _set(self, settings: LayerSettings) -> AttentionCall:
+        call = self._call
+        call.cache = self._cache.blocks.data_ptr() + settings.layer * self._layer_bytes
+        call.num_heads = settings.num_heads
+        call.scale, call.softcap, call.window = settings.scale, settings.softcap, settings.window
+        return call
 
 
 class TorchStep:

@@ -63,6 +63,36 @@ class AttentionCall(ctypes.Structure):
     )
 
 
+class LinearWeights(ctypes.Structure):
+    """A packed weight [n, k] and a bias or none; `linear_weights` in native/layer.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "bias")),
+        *((name, ctypes.c_int64) for name in ("n", "k")),
+    )
+
+
+class NormWeights(ctypes.Structure):
+    """An RMS norm, or without a weight none; `norm_weights` in native/layer.c."""
+
+    _fields_ = (("weight", ctypes.c_void_p), ("eps", ctypes.c_float))
+
+
+class LayerWeights(ctypes.Structure):
+    """A whole decoder layer; `layer_weights` in native/layer.c."""
+
+    _fields_ = (
+        *((name, LinearWeights) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, NormWeights) for name in ("input_norm", "q_norm", "k_norm", "mlp_norm")),
+    )
+
+    @property
+    def scratch_floats(self) -> int:
+        """Scratch memory that a row needs on its way through the layer."""
+        qkv, out, gate_up, down = self.qkv, self.out, self.gate_up, self.down
+        return int(qkv.k + qkv.n + out.k + gate_up.n + down.k)
+
+
 class Kernels:
     """One loaded library. Calls release the interpreter lock and use up to `num_threads`."""
 
@@ -91,6 +121,11 @@ class Kernels:
         self._silu_mul.restype = None
         self._attention = library.hm_attention
         self._attention.argtypes = (ctypes.POINTER(AttentionCall),)
+        self._layer = library.hm_layer
+        self._layer.argtypes = (
+            *(ctypes.POINTER(LayerWeights), ctypes.POINTER(AttentionCall), int64),
+            *(pointer, pointer, pointer, pointer, pointer),
+        )
 
     def pack(self, weight: torch.Tensor, packed: torch.Tensor) -> None:
         """Write float32 `weight` [n, k] into `packed` (`packed_floats(n, k)` long) as panels."""
@@ -148,6 +183,35 @@ class Kernels:
         """Write the step's K and V and attend; `call` names all memory and must stay valid."""
         if self._attention(ctypes.byref(call)) != 0:
             raise MemoryError("no memory for the scratch space of the attention kernel")
+
+    def layer(
+        self,
+        weights: LayerWeights,
+        call: AttentionCall,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        scratch: torch.Tensor,
+    ) -> torch.Tensor:
+        """Run a decoder layer over `x` [rows, hidden]; `rotation` is cos and sin [rows, head_dim].
+
+        All contiguous; `scratch` holds `rows * weights.scratch_floats`. Of `call`, the pointers to
+        and the strides of q, k, v and out are filled in.
+        """
+        y = torch.empty_like(x)
+        cos, sin = rotation
+        failed = self._layer(
+            ctypes.byref(weights),
+            ctypes.byref(call),
+            len(x),
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            scratch.data_ptr(),
+            y.data_ptr(),
+        )
+        if failed:
+            raise MemoryError("no memory for the scratch space of the attention kernel")
+        return y
 
 
 def packed_floats(n: int, k: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from engine.kernels import Kernels, packed_floats
+from engine.kernels import Kernels, LinearWeights, NormWeights, packed_floats
 from engine.memory import FloatArena
 
 
@@ -35,6 +35,12 @@ class PackedLinear(nn.Module):
         biases = [linear.bias for linear in linears if linear.bias is not None]
         self._bias = torch.cat([bias.detach() for bias in biases]) if biases else None
 
+    @property
+    def pointers(self) -> LinearWeights:
+        """Where the weights lie; valid as long as this module."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        return LinearWeights(self._packed.data_ptr(), bias, self.out_features, self.in_features)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., in_features]` to `[..., out_features]`."""
         rows = x.reshape(-1, self.in_features)
@@ -51,6 +57,11 @@ class FusedRMSNorm(nn.Module):
         self._eps = eps
         self._kernels = kernels
 
+    @property
+    def pointers(self) -> NormWeights:
+        """Where the weight lies; valid as long as this module."""
+        return NormWeights(self._weight.data_ptr(), self._eps)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise `[..., dim]`."""
         return self._kernels.rms_norm(x.contiguous(), self._weight, self._eps)
@@ -64,13 +75,13 @@ class FusedGatedMLP(nn.Module):
     ) -> None:
         super().__init__()
         gate, up, down = linears
-        self._gate_up = PackedLinear([gate, up], kernels, arena)
-        self._down = PackedLinear([down], kernels, arena)
+        self.gate_up = PackedLinear([gate, up], kernels, arena)
+        self.down = PackedLinear([down], kernels, arena)
         self._kernels = kernels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[..., hidden]` to the same shape."""
-        down: torch.Tensor = self._down(self._kernels.silu_mul(self._gate_up(x)))
+        down: torch.Tensor = self.down(self._kernels.silu_mul(self.gate_up(x)))
         return down
 
 
@@ -80,9 +91,9 @@ def replace_modules(model: nn.Module, kernels: Kernels) -> None:
     Weights are freed as they are packed, except where they are tied to something that stays (an
     embedding). Subclasses of `nn.Linear` are left alone: they may compute something else.
     """
-    _replace(model, lambda child: _fused_norm(child, kernels))
+    _replace(model, lambda child: fused_norm(child, kernels))
     arena = FloatArena()
-    _replace(model, lambda child: _fused_mlp(child, kernels, arena))
+    _replace(model, lambda child: fused_mlp(child, kernels, arena))
     _replace(model, lambda child: _packed_linear(child, kernels, arena))
 
 
@@ -99,19 +110,20 @@ def _slots(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
             yield parent, name
 
 
-def _plain_linear(module: object) -> nn.Linear | None:
+def plain_linear(module: object) -> nn.Linear | None:
+    """Return `module` if it is nothing but a float32 linear layer."""
     if type(module) is nn.Linear and module.weight.dtype == torch.float32:
         return module
     return None
 
 
 def _packed_linear(module: nn.Module, kernels: Kernels, arena: FloatArena) -> PackedLinear | None:
-    linear = _plain_linear(module)
+    linear = plain_linear(module)
     return None if linear is None else PackedLinear([linear], kernels, arena)
 
 
-def _fused_norm(norm: nn.Module, kernels: Kernels) -> FusedRMSNorm | None:
-    """A stand-in for an RMS norm with weight w or, as in Gemma, 1 + w."""
+def fused_norm(norm: nn.Module, kernels: Kernels) -> FusedRMSNorm | None:
+    """Return a stand-in for an RMS norm with weight w or, as in Gemma, 1 + w; else None."""
     weight = getattr(norm, "weight", None)
     eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
     if not type(norm).__name__.endswith("RMSNorm") or weight is None or eps is None:
@@ -125,11 +137,12 @@ def _fused_norm(norm: nn.Module, kernels: Kernels) -> FusedRMSNorm | None:
     return None
 
 
-def _fused_mlp(mlp: nn.Module, kernels: Kernels, arena: FloatArena) -> FusedGatedMLP | None:
+def fused_mlp(mlp: nn.Module, kernels: Kernels, arena: FloatArena) -> FusedGatedMLP | None:
+    """Return a stand-in for a SiLU-gated MLP of plain linear layers, else None."""
     if not type(mlp).__name__.endswith("MLP"):
         return None
     gate, up, down = (
-        _plain_linear(getattr(mlp, name, None)) for name in ("gate_proj", "up_proj", "down_proj")
+        plain_linear(getattr(mlp, name, None)) for name in ("gate_proj", "up_proj", "down_proj")
     )
     if gate is None or up is None or down is None or (gate.bias is None) != (up.bias is None):
         return None
@@ -141,8 +154,12 @@ def _fused_mlp(mlp: nn.Module, kernels: Kernels, arena: FloatArena) -> FusedGate
 
 @torch.inference_mode()
 def _agrees(stand_in: nn.Module, original: nn.Module, width: int) -> bool:
-    """Whether both give the same on random rows, up to rounding."""
+    """Whether both give the same on random rows."""
     rows = torch.randn(1, 3, width, generator=torch.Generator().manual_seed(0))
-    expected = original(rows)
+    return same_up_to_rounding(stand_in(rows), original(rows))
+
+
+def same_up_to_rounding(result: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two ways of computing a layer differ by no more than float32 rounding."""
     tolerance = 1e-5 * float(expected.abs().max())
-    return bool(torch.allclose(stand_in(rows), expected, rtol=1e-4, atol=tolerance))
+    return torch.allclose(result, expected, rtol=1e-4, atol=tolerance)

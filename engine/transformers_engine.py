@@ -28,6 +28,7 @@ from engine.attention import (
 )
 from engine.base import LayerDone, ModelSpec, SequenceResult, SequenceStep
 from engine.cache import PagedCache
+from engine.fused_layers import replace_layers
 from engine.kernels import Kernels, load_kernels
 from engine.model_probe import check_config, probe_layers
 from engine.models import inspect_model
@@ -77,8 +78,6 @@ class TransformersEngine:
         self._kernels: Kernels | None = None
         if self._device.type == "cpu" and dtype == "float32":
             self._kernels = load_kernels(isa, num_threads=num_threads)
-        if self._kernels is not None:
-            replace_modules(model, self._kernels)
         self.num_blocks = num_blocks
         self.spec = ModelSpec(
             fingerprint=info.fingerprint,
@@ -92,6 +91,9 @@ class TransformersEngine:
             max_model_len=max_model_len,
             eos_token_ids=info.eos_token_ids,
         )
+        if self._kernels is not None:
+            replace_layers(model, self._kernels, self.spec)
+            replace_modules(model, self._kernels)
         cache = PagedCache(self.spec, num_blocks, _DTYPES[dtype], self._device)
         self.isa = "none" if self._kernels is None else self._kernels.isa
         self._loaded: tuple[PreTrainedModel, PagedCache] | None = (model, cache)

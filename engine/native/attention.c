@@ -6,6 +6,7 @@
  * softmax). Few rows (decoding) read the blocks in place; many rows (prefill) copy a tile's K,
  * transposed, and V into scratch first, which their many passes pay back.
  */
+#include "attention.h"
 #include "vec.h"
 
 #include <stdlib.h>
@@ -13,22 +14,6 @@
 #define KEY_TILE 64
 #define QUERY_ROWS 96 /* rows of an item aimed at */
 #define FEW_ROWS 8    /* up to this many rows, dot products over blocks in place */
-
-/* Mirrored by `AttentionCall` in engine/kernels.py. Strides are in floats; q, k, v [tokens][heads]
- * [head_dim] with unit stride in head_dim; out [tokens][num_heads][head_dim] contiguous. `cache`
- * points at this layer's K in block 0; K and V are [num_kv_heads][block_size][head_dim]. Sequence
- * s has the tokens query_start[s] to query_start[s + 1] at positions from position_start[s]; its
- * block table begins at block_table[table_start[s]]. window: a token sees itself and the
- * `window - 1` before it, 0 for all. softcap: logits become softcap * tanh(logit / softcap). */
-typedef struct {
-    const float *q, *k, *v;
-    float *out, *cache;
-    const int32_t *query_start, *position_start, *table_start, *block_table;
-    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
-        v_head_stride, block_stride;
-    int32_t num_sequences, num_heads, num_kv_heads, head_dim, block_size, window, num_threads;
-    float scale, softcap;
-} attention_call;
 
 /* Per-thread memory: all parts are [rows or tokens][padded width]. */
 typedef struct {
