@@ -553,7 +553,9 @@ def make_node(directory: Path) -> PoolNode:
     )
 
 
-async def test_a_start_that_cannot_hand_out_its_memory_leaves_nothing(tmp_path, monkeypatch):
+async def test_a_start_that_cannot_hand_out_its_memory_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def taken(sock: Path) -> Path:
         return tmp_path / "missing" / sock.name
 
