@@ -28,9 +28,21 @@ from core.ids import Address, Incarnation
 from core.wire import MessageSet
 
 __all__ = [
-    "HEARTBEAT_S", "MAX_CONCURRENT_REQUESTS", "BaseHandler", "Buffers", "Connection", "Endpoint", "Handler", "Identity",
-    "Listener", "Reply", "Sets", "UnixEndpoint", "dial", "listen",
-]  # fmt: skip
+    "HEARTBEAT_S",
+    "MAX_CONCURRENT_REQUESTS",
+    "BaseHandler",
+    "Buffers",
+    "Connection",
+    "Endpoint",
+    "Handler",
+    "Identity",
+    "Listener",
+    "Reply",
+    "Sets",
+    "UnixEndpoint",
+    "dial",
+    "listen",
+]
 
 log = logging.getLogger(__name__)
 
