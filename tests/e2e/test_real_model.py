@@ -33,11 +33,13 @@ CONFIG = {
     "scheduler": {"policy": "round-robin"},
 }
 MAX_TOKENS = 16
+LONG_TOKENS = 48
 PROMPTS = {
     "one token": [504],
     "two blocks": list(range(1000, 1032)),
     "three blocks and a tail": list(range(2000, 2053)),
 }
+KILLED = "three blocks and a tail"
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,7 @@ def reference(model_dir: Path) -> Reference:
     made = load_reference(model_dir)
     for prompt in PROMPTS.values():
         made.generate(prompt, MAX_TOKENS)
+    made.generate(PROMPTS[KILLED], LONG_TOKENS)
     made.unload()
     return made
 
@@ -69,11 +72,17 @@ def server(
     made.stop()
 
 
-def check(model_dir: Path, reference: Reference, name: str, result: Completion) -> None:
+def check(
+    model_dir: Path,
+    reference: Reference,
+    name: str,
+    result: Completion,
+    max_tokens: int = MAX_TOKENS,
+) -> None:
     """The tokens are those of `transformers` generate, near-ties apart."""
     assert result.error is None
     eos = inspect_model(model_dir).eos_token_ids
-    _, mismatch = compare(name, PROMPTS[name], result.token_ids, MAX_TOKENS, eos, reference)
+    _, mismatch = compare(name, PROMPTS[name], result.token_ids, max_tokens, eos, reference)
     assert mismatch is None
 
 
@@ -125,7 +134,6 @@ def test_tokens_equal_transformers_cold_warm_and_on_the_other_prefill(server, mo
 
 def test_a_decode_worker_killed_in_the_stream_costs_no_token(server, model_dir, reference):
     """B18, B37: kill -9 of the one that streams; its successor is another process."""
-    name = "three blocks and a tail"
     killed: list[int] = []
 
     def kill() -> None:
@@ -145,12 +153,12 @@ def test_a_decode_worker_killed_in_the_stream_costs_no_token(server, model_dir, 
 
         async with session() as http:
             result = await complete(
-                http, server.url, MODEL, PROMPTS[name], MAX_TOKENS, on_token=on_token
+                http, server.url, MODEL, PROMPTS[KILLED], LONG_TOKENS, on_token=on_token
             )
             await asyncio.gather(*killing)
             return result
 
-    check(model_dir, reference, name, asyncio.run(main()))
+    check(model_dir, reference, KILLED, asyncio.run(main()), LONG_TOKENS)
     assert len(killed) == 1
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as response:
         lines = response.read().decode().splitlines()

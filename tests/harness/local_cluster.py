@@ -63,7 +63,7 @@ _C = TypeVar("_C", Candidate, DecodeCandidate)
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 """Deadline of every wait; nothing that works comes near it."""
 
 
@@ -341,6 +341,7 @@ class LocalCluster:
             num_slots=self.shape.pool_slots,
             slot_bytes=self.spec.block_bytes,
             num_layers=self.spec.num_layers,
+            reserve_ttl_s=4 * LIMIT_S,  # what only this would heal must not pass
             report_interval_s=0.1,
             event_interval_s=0.02,
         )
@@ -427,7 +428,7 @@ class LocalCluster:
 
     async def post(self, path: str, body: dict[str, Any]) -> Reply:
         """Send a body as it is."""
-        async with self.session.post(path, json=body) as response:
+        async with asyncio.timeout(LIMIT_S), self.session.post(path, json=body) as response:
             raw = await response.text()
             headers = dict(response.headers)
             if headers["Content-Type"].startswith("text/event-stream"):
