@@ -15,17 +15,19 @@
 #define QUERY_ROWS 96 /* rows of an item aimed at */
 #define FEW_ROWS 8    /* up to this many rows, dot products over blocks in place */
 
-/* Per-thread memory: all parts are [rows or tokens][padded width]. */
-typedef struct {
-    float *q, *acc, *probs, *keys, *values, *max, *sum;
-    int64_t width; /* head_dim rounded up to whole panels */
-} scratch;
-
 typedef struct {
     int64_t sequence, head, first_token, num_tokens;
     int64_t position; /* of the first token */
     int64_t rows;     /* num_tokens * group */
+    int64_t seen_from, context; /* positions that its tokens see */
 } item;
+
+/* Per-thread memory: all parts are [rows or tokens][padded width]. */
+typedef struct {
+    float *q, *acc, *probs, *keys, *values, *max, *sum;
+    int64_t width; /* head_dim rounded up to whole panels */
+    item next;     /* what this thread works on next, more or less: for prefetches only */
+} scratch;
 
 static int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -113,11 +115,19 @@ static void prefetch_part(const float *from, int64_t floats, int64_t part, int64
         __builtin_prefetch(from + i * 16, 0, 2);
 }
 
-/* Where the tile after this one has its K or V for the run at `position`; NULL at the end. */
-static const float *token_ahead(const attention_call *c, const item *it, int64_t position,
-                                int which) {
-    int64_t ahead = position + KEY_TILE;
-    return ahead < it->position + it->num_tokens ? token_of(c, it, ahead, which) : 0;
+/* Where the K or V lies that is read one tile after the run at `position`, be it the next item's;
+ * NULL at the end. */
+static const float *token_ahead(const attention_call *c, const item *it, const item *next,
+                                int64_t position, int which) {
+    int64_t ahead = position + KEY_TILE, past = ahead - round_up(it->context, c->block_size);
+    if (ahead < it->context) return token_of(c, it, ahead, which);
+    ahead = next->seen_from + (past > 0 ? past : 0);
+    return ahead < next->context ? token_of(c, next, ahead, which) : 0;
+}
+
+/* Floats to ask for there: a run's, which may be longer than the one being worked on. */
+static int64_t floats_ahead(const attention_call *c) {
+    return (c->block_size < KEY_TILE ? c->block_size : KEY_TILE) * c->head_dim;
 }
 
 /* Logits of few rows, straight from the blocks, while the tile after this one is on its way. */
@@ -127,9 +137,9 @@ static void few_logits(const attention_call *c, const item *it, scratch *s, int6
     for (int64_t position = from, run; position < end; position += run) {
         run = run_length(c, position, end);
         const float *keys = token_of(c, it, position, 0);
-        const float *ahead = token_ahead(c, it, position, 0);
+        const float *ahead = token_ahead(c, it, &s->next, position, 0);
         for (int64_t r = 0; r < it->rows; r++) {
-            if (ahead) prefetch_part(ahead, run * dim, r, it->rows);
+            if (ahead) prefetch_part(ahead, floats_ahead(c), r, it->rows);
             const float *q = s->q + r * s->width;
             float *logits = s->probs + r * KEY_TILE + (position - from);
             int64_t t = 0;
@@ -189,15 +199,15 @@ static void softmax_row(const attention_call *c, const item *it, scratch *s, int
     s->sum[row] += sum_lanes(sums);
 }
 
-/* acc += weights x values for `count` tokens whose values lie `stride` floats apart; `ahead` is
- * what the next tile will read in their place, or NULL. */
-static void add_values(const item *it, scratch *s, const float *weights, const float *values,
-                       int64_t stride, int64_t count, const float *ahead) {
+/* acc += weights x values for `count` tokens whose values lie `stride` floats apart; `ahead`, or
+ * NULL, is what will be read a tile later. */
+static void add_values(const attention_call *c, const item *it, scratch *s, const float *weights,
+                       const float *values, int64_t stride, int64_t count, const float *ahead) {
     const int64_t step = TILE_PANELS * PANEL;
     for (int64_t d = 0; d < s->width; d += step) {
         panels b = {values + d, stride, PANEL};
         int64_t left = (s->width - d) / PANEL;
-        if (ahead) prefetch_part(ahead, count * stride, d / step, (s->width + step - 1) / step);
+        if (ahead) prefetch_part(ahead, floats_ahead(c), d / step, (s->width + step - 1) / step);
         multiply_panels(it->rows, (int)(left < TILE_PANELS ? left : TILE_PANELS), weights, KEY_TILE,
                         b, count, s->acc + d, s->width, 1);
     }
@@ -207,8 +217,8 @@ static void few_values(const attention_call *c, const item *it, scratch *s, int6
                        int64_t end) {
     for (int64_t position = from, run; position < end; position += run) {
         run = run_length(c, position, end);
-        add_values(it, s, s->probs + (position - from), token_of(c, it, position, 1), c->head_dim,
-                   run, token_ahead(c, it, position, 1));
+        add_values(c, it, s, s->probs + (position - from), token_of(c, it, position, 1),
+                   c->head_dim, run, token_ahead(c, it, &s->next, position, 1));
     }
 }
 
@@ -237,11 +247,9 @@ static void store_output(const attention_call *c, const item *it, scratch *s) {
 static void attend(const attention_call *c, const item *it, scratch *s) {
     /* whole panels of V are read, so other widths need the padded copy */
     int in_place = it->rows <= FEW_ROWS && c->head_dim % PANEL == 0;
-    int64_t context = it->position + it->num_tokens;
-    int64_t from = c->window && it->position - c->window + 1 > 0 ? it->position - c->window + 1 : 0;
     load_queries(c, it, s);
-    for (; from < context; from += KEY_TILE) {
-        int64_t count = context - from < KEY_TILE ? context - from : KEY_TILE;
+    for (int64_t from = it->seen_from; from < it->context; from += KEY_TILE) {
+        int64_t count = it->context - from < KEY_TILE ? it->context - from : KEY_TILE;
         if (in_place) {
             few_logits(c, it, s, from, from + count);
         } else {
@@ -252,7 +260,7 @@ static void attend(const attention_call *c, const item *it, scratch *s) {
         if (in_place)
             few_values(c, it, s, from, from + count);
         else
-            add_values(it, s, s->probs, s->values, s->width, count, 0);
+            add_values(c, it, s, s->probs, s->values, s->width, count, 0);
     }
     store_output(c, it, s);
 }
@@ -263,7 +271,7 @@ static int64_t items_of(const attention_call *c, int64_t sequence) {
 }
 
 static item make_item(const attention_call *c, int64_t index) {
-    item it = {0, index % c->num_kv_heads, 0, 0, 0, 0};
+    item it = {0, index % c->num_kv_heads, 0, 0, 0, 0, 0, 0};
     int64_t tile_index = index / c->num_kv_heads, step = tokens_per_item(c);
     while (tile_index >= items_of(c, it.sequence)) tile_index -= items_of(c, it.sequence++);
     int64_t start = c->query_start[it.sequence], end = c->query_start[it.sequence + 1];
@@ -271,6 +279,8 @@ static item make_item(const attention_call *c, int64_t index) {
     it.num_tokens = end - it.first_token < step ? end - it.first_token : step;
     it.position = c->position_start[it.sequence] + tile_index * step;
     it.rows = it.num_tokens * group_of(c);
+    it.context = it.position + it.num_tokens;
+    it.seen_from = c->window && it.position >= c->window ? it.position - c->window + 1 : 0;
     return it;
 }
 
@@ -285,7 +295,7 @@ int hm_attention(const attention_call *c) {
 #pragma omp parallel num_threads(c->num_threads) if (c->num_threads > 1) reduction(+ : failed)
     {
         float *memory = calloc(floats, sizeof(float));
-        scratch s = {memory, 0, 0, 0, 0, 0, 0, width};
+        scratch s = {memory, 0, 0, 0, 0, 0, 0, width, {0}};
         if (memory) {
             s.acc = s.q + rows * width;
             s.probs = s.acc + rows * width;
@@ -298,7 +308,9 @@ int hm_attention(const attention_call *c) {
         }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < num_items; i++) {
-            item it = make_item(c, num_items - 1 - i); /* the longest contexts first */
+            int64_t last = num_items - 1, after = i + c->num_threads;
+            item it = make_item(c, last - i); /* the longest contexts first */
+            s.next = after <= last ? make_item(c, last - after) : (item){0};
             if (memory) attend(c, &it, &s);
         }
         free(memory);
