@@ -314,7 +314,7 @@ class RequestMachine:
         if delta.stopped:
             return actions + self._end(Finished(FinishReason.STOP), stopped=True)
         if token.finish is not None:
-            return actions + self._end(Finished(token.finish))
+            return actions + self._end(Finished(token.finish), by_worker=True)
         return actions
 
     def _needs(self, worker: Incarnation) -> bool:
@@ -371,12 +371,13 @@ class RequestMachine:
 
     # --- ending ---
 
-    def _cancels(self, gone: Incarnation | None) -> list[Action]:
+    def _cancels(self, gone: Incarnation | None, *, by_worker: bool = False) -> list[Action]:
         if self.placement is None:
             return []
         prefill, decode = self.placement.prefill, self.placement.decode
         actions: list[Action] = []
-        if prefill is not None and prefill.incarnation != gone:
+        # A prefill worker that knows of the end may still be publishing the prompt's blocks.
+        if prefill is not None and prefill.incarnation != gone and not by_worker:
             actions.append(SendToPrefill(prefill, CancelPrefill(self.attempt)))
         if decode is not None and decode.incarnation != gone:
             actions.append(SendToDecode(decode, CancelDecode(self.attempt)))
@@ -386,8 +387,10 @@ class RequestMachine:
         num_tokens = len(self.output_token_ids) - self._base_seq
         return TellConductor(AttemptEnded(self.attempt, num_tokens))
 
-    def _end(self, outcome: Outcome, *, stopped: bool = False) -> list[Action]:
-        actions = self._cancels(None)
+    def _end(
+        self, outcome: Outcome, *, stopped: bool = False, by_worker: bool = False
+    ) -> list[Action]:
+        actions = self._cancels(None, by_worker=by_worker)
         if self.state in RUNNING:
             actions.append(self._attempt_ended())
         elif self.state is State.PLACING and not isinstance(outcome, Overloaded):

@@ -282,8 +282,10 @@ class PrefillState:
 
     def _reserve_own(self, attempt: Attempt) -> None:
         decode, own = attempt.work.decode, self._own
-        if own is None or (decode is not None and decode.pool.incarnation == own.incarnation):
+        if own is None or attempt.own_indices:
             return
+        if attempt.needs_decode and decode and decode.pool.incarnation == own.incarnation:
+            return  # the decode worker's slots are that copy
         # What was loaded from the node a moment ago is still there.
         loaded = range(attempt.num_local_blocks, attempt.num_local_blocks + attempt.num_pool_blocks)
         hashes = attempt.work.block_hashes
@@ -345,7 +347,8 @@ class PrefillState:
         attempt.token_id = result.token_id
         attempt.phase = Phase.HANDING_OFF
         if attempt.finish(result.token_id) is not None:
-            self._stop_serving_decode(attempt)
+            self._stop_serving_decode(attempt, keep=self._own)
+            self._reserve_own(attempt)
         self._progressed(attempt)
         self._send_finished(attempt, result.token_id)
         self.totals.count(attempt.stats(self._now_s))
@@ -421,11 +424,16 @@ class PrefillState:
         if end is not None:
             self._actions.append(end)
 
-    def _stop_serving_decode(self, attempt: Attempt) -> None:
-        """Write only what is for our own node from now on."""
+    def _stop_serving_decode(self, attempt: Attempt, keep: PoolRef | None = None) -> None:
+        """Write only what is for our own node from now on.
+
+        A push to `keep` goes on: the slots that the decode worker lets go of are refused there,
+        and those that we reserve instead are written by the same push.
+        """
         attempt.needs_decode = False
+        kept = {attempt.own_pool, keep.incarnation if keep is not None else None}
         for pool, push in attempt.pushes.items():
-            if pool != attempt.own_pool:
+            if pool not in kept:
                 self._close(push)
 
     def _progressed(self, attempt: Attempt) -> None:

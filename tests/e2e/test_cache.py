@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.harness.local_cluster import Shape, running
+from tests.harness.local_cluster import EOS_ID, Shape, running
 
 
 def prompt_of(length: int, salt: int = 0) -> list[int]:
@@ -58,6 +58,20 @@ async def test_b25_blocks_that_decode_made_are_hit_by_the_next_turn(monkeypatch)
                 length + 2 * size - 1
             ) // size * size
             await cluster.settle()
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+async def test_a_prompt_whose_first_token_ends_it_is_cached_too(monkeypatch, hosts):
+    """Blocks on their way to a decode worker that gave them up would be lost to the next call."""
+    async with running(monkeypatch, Shape(hosts=hosts)) as cluster:
+        size = cluster.spec.block_size
+        prompt = prompt_of(5 * size + 2, salt=70)
+        ending = {"forced_token_ids": [EOS_ID], "max_tokens": 9}
+        cached = []
+        for _ in range(3):
+            cached.append((await cluster.check(prompt, **ending)).cached_tokens)
+            await cluster.settle()
+        assert cached == [0, 5 * size, 5 * size]
 
 
 async def test_b27_identical_prompts_at_once_on_two_prefill_workers(monkeypatch):
