@@ -1,6 +1,6 @@
 """Paged attention behind transformers' attention interface.
 
-The model is unchanged: its attention layers call `paged_attention`, and the keyword argument
+The model's own attention layers call `paged_attention`, and the keyword argument
 `halfmoon_step` that the engine gives to the model's forward arrives here. It holds the step's block
 tables; it writes K and V into the paged cache and attends through the tables. No mask is ever
 built: transformers makes none for an implementation without a registered mask function.

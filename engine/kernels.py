@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from core.errors import ConfigError
-from engine.native.compile import library_name
+from engine.native.compile import library_path
 
 PANEL = 16
 """Columns of a packed panel; `PANEL` in native/vec.h."""
@@ -224,7 +224,7 @@ def load_kernels(
 ) -> Kernels | None:
     """Load the library for `isa`, or the best one that this machine runs for "auto".
 
-    "none" gives None (pure torch). So does "auto" when no library is there, with a warning that
+    "none" gives None (pure torch). So does "auto" when no library of these sources is there, with a warning that
     says how to get one. A named library that is missing or too new for this machine is refused.
     """
     if isa == "none":
@@ -232,20 +232,23 @@ def load_kernels(
     runnable = _runnable_isas(folder)
     if isa == "auto":
         if not runnable:
-            _log.warning("the compiled kernels are missing: running slower torch code; %s", _FIX)
+            _log.warning(
+                "the compiled kernels are missing or of other sources: running slower torch code; %s",
+                _FIX,
+            )
             return None
         isa = runnable[0]
     elif isa not in runnable:
         have = ", ".join(runnable) or "nothing"
         raise ConfigError(f"no kernels for {isa!r} here (this machine can use {have}); {_FIX}")
-    return Kernels(isa, folder / library_name(isa), num_threads)
+    return Kernels(isa, library_path(folder, isa), num_threads)
 
 
 def _runnable_isas(folder: Path) -> list[str]:
     """Instruction sets that are compiled and that this machine has, the best first."""
-    generic = folder / library_name("generic")
+    generic = library_path(folder, "generic")
     if not generic.exists():
         return []
     level = int(ctypes.CDLL(str(generic)).hm_cpu_level())
     names = [f"x86-64-v{number}" for number in (4, 3) if number <= level]
-    return [name for name in (*names, "generic") if (folder / library_name(name)).exists()]
+    return [name for name in (*names, "generic") if library_path(folder, name).exists()]

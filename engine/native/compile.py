@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 _FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=default", "-Wall", "-Wextra")
@@ -20,9 +21,16 @@ _X86_LEVELS = ("x86-64-v3", "x86-64-v4")
 _log = logging.getLogger(__name__)
 
 
-def library_name(isa: str) -> str:
-    """File name of the library for an instruction set: "generic", "x86-64-v3", "x86-64-v4"."""
-    return f"libhalfmoon-{isa}.so"
+def library_path(folder: Path, isa: str) -> Path:
+    """The library for an instruction set: "generic", "x86-64-v3", "x86-64-v4".
+
+    Its name carries a digest of the sources in `folder`, so that a library of other sources, whose
+    functions may take other arguments, is not found and never called.
+    """
+    digest = sha256()
+    for source in sorted([*folder.glob("*.c"), *folder.glob("*.h")]):
+        digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return folder / f"libhalfmoon-{digest.hexdigest()[:12]}-{isa}.so"
 
 
 def targets(machine: str) -> dict[str, tuple[str, ...]]:
@@ -41,9 +49,11 @@ def compile_libraries(folder: Path) -> list[Path]:
     if compiler is None:
         _log.warning("no C compiler (cc, gcc, clang): install one to get the fast CPU kernels")
         return []
+    for stale in folder.glob("libhalfmoon-*.so"):
+        stale.unlink()
     made = []
     for isa, flags in targets(platform.machine()).items():
-        path = folder / library_name(isa)
+        path = library_path(folder, isa)
         if _compile(compiler, folder, path, flags):
             made.append(path)
     return made
