@@ -33,6 +33,8 @@ _ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Ray would run our processes at niceness 15.
     "RAY_worker_niceness": "0",
+    # Ray would kill our processes for what others on the machine take: memory is checked at start.
+    "RAY_memory_monitor_refresh_ms": "0",
     "RAY_AUTH_MODE": "token",
     "TOKENIZERS_PARALLELISM": "false",
 }
