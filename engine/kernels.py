@@ -224,8 +224,9 @@ def load_kernels(
 ) -> Kernels | None:
     """Load the library for `isa`, or the best one that this machine runs for "auto".
 
-    "none" gives None (pure torch). So does "auto" when no library of these sources is there, with a
-    warning that says how to get one. A named library that is missing or too new for this machine is refused.
+    "none" gives None (pure torch). So does "auto" when no library of these sources is there,
+    with a warning that says how to get one. A named library that is missing or too new for this
+    machine is refused.
     """
     if isa == "none":
         return None
