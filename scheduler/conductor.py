@@ -216,7 +216,8 @@ class Conductor:
     # --- reports ---
 
     def _note_worker_report(self, event: WorkerReported) -> list[Action]:
-        if event.incarnation not in self.view.workers:
+        worker = self.view.workers.get(event.incarnation)
+        if worker is None:
             return []
         self.view.record_report(event.now_s, event.incarnation, event.report)
         load = event.report.decode
@@ -224,6 +225,12 @@ class Conductor:
             self.estimates.observe_step(
                 event.incarnation, load.num_running, load.context_tokens, load.step_s
             )
+        alike = [i for i, w in self.view.workers.items() if w.role is worker.role]
+        prefill = event.report.prefill
+        if prefill is not None and prefill.num_running + prefill.num_waiting == 0:
+            self.estimates.fade_prefill(event.incarnation, alike)
+        if load is not None and load.num_running + load.num_waiting == 0:
+            self.estimates.fade_decode(event.incarnation, alike)
         return []
 
     def _note_pool_report(self, event: PoolReported) -> list[Action]:

@@ -35,10 +35,14 @@ class DecodeCandidate:
         return max(0, self.num_sequences - self.max_batch)
 
 
+def _badness(c: DecodeCandidate) -> tuple[int, int, float, int]:
+    return c.missing_blocks, c.num_waiting, c.tbt_s, c.num_sequences
+
+
 def choose_decode(candidates: Sequence[DecodeCandidate]) -> DecodeCandidate:
     """Choose the fastest worker with memory and batch room; the least overfull one if none has.
 
     The first wins ties. A request that fits nowhere is placed all the same: what can never fit is
     the worker's to say (`never_fits`), and what does not fit now waits there.
     """
-    return min(candidates, key=lambda c: (c.missing_blocks, c.num_waiting, c.tbt_s))
+    return min(candidates, key=_badness)

@@ -6,7 +6,9 @@ single observation and no run of them can move it out of its bounds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from statistics import geometric_mean
 
 from core.ids import Incarnation
 from core.latency import LatencyProfile
@@ -20,6 +22,9 @@ FITTED_BOUND = 4.0
 UNKNOWN_BOUND = 256.0
 SMOOTHING = 0.2
 """Weight of a new observation."""
+
+FADING = 0.1
+"""Weight of the common factor at each report of an idle worker."""
 
 OUTPUT_SMOOTHING = 0.05
 MIN_SAMPLE_BYTES = 64 << 10
@@ -39,6 +44,10 @@ class _Model:
             return factor
         ratio = self._clamp(observed_s / predicted_s)
         return self._clamp(factor * (ratio / factor) ** SMOOTHING)
+
+    def faded(self, factor: float, common: float) -> float:
+        """Move a factor a little towards what is common, within the bounds."""
+        return self._clamp(float(factor * (common / factor) ** FADING))
 
     def _clamp(self, factor: float) -> float:
         return min(self.bound, max(1 / self.bound, factor))
@@ -104,6 +113,21 @@ class Estimates:
         model = self._models[worker]
         predicted_s = model.profile.decode_ms(num_sequences, context_tokens) / 1e3
         model.decode_factor = model.moved(model.decode_factor, predicted_s, observed_s)
+
+    def fade_prefill(self, worker: Incarnation, among: Iterable[Incarnation]) -> None:
+        """Let what was seen of an idle worker fade towards what is seen of all that prefill.
+
+        A worker that looked slow once is given no work, and so could never look better.
+        """
+        model = self._models[worker]
+        common = geometric_mean(self._models[peer].prefill_factor for peer in among)
+        model.prefill_factor = model.faded(model.prefill_factor, common)
+
+    def fade_decode(self, worker: Incarnation, among: Iterable[Incarnation]) -> None:
+        """See `fade_prefill`."""
+        model = self._models[worker]
+        common = geometric_mean(self._models[peer].decode_factor for peer in among)
+        model.decode_factor = model.faded(model.decode_factor, common)
 
     def observe_link(
         self, source: Incarnation, target: Incarnation, num_bytes: int, seconds: float

@@ -40,6 +40,8 @@ from core.ids import RequestId
 from core.requests import SamplingParams
 
 RETRY_AFTER_S = 1.0
+MAX_DETOKENIZE_CONTEXTS = 16
+"""`/detokenize` takes at most so many contexts' worth of tokens."""
 _NUM_THREADS = 2
 _T = TypeVar("_T")
 
@@ -229,26 +231,26 @@ class Api:
             add_special = fields.boolean("add_special_tokens", True)
 
             def work() -> Sequence[int]:
-                return self._tokenizer.encode(text, add_special_tokens=add_special)
+                return self._preparer.encode("prompt", text, add_special_tokens=add_special)
 
-        with self._admission(1):
-            token_ids = await self._in_thread(work)
-        return _json(
-            {
+        def answer() -> dict[str, object]:
+            token_ids = work()
+            return {
                 "count": len(token_ids),
                 "max_model_len": self._config.max_model_len,
                 "tokens": list(token_ids),
                 "token_strs": [self._tokenizer.token_string(i) for i in token_ids],
-            },
-            caller,
-        )
+            }
+
+        with self._admission(1):
+            return _json(await self._in_thread(answer), caller)
 
     async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
         fields = Fields(await self._bodies.read(request))
         check_model(fields, self._config.model_name)
         if fields.get("tokens") is None:
             raise invalid("tokens", "`tokens` is needed.")
-        items = fields.items("tokens", self._config.max_body_bytes)
+        items = fields.items("tokens", MAX_DETOKENIZE_CONTEXTS * self._config.max_model_len)
         bound = self._tokenizer.vocab_size - 1
         token_ids = [check_integer("tokens", item, 0, bound) for item in items]
         with self._admission(1):

@@ -258,8 +258,11 @@ class Dispatcher:
                     if live is not None:
                         self._feed(live, TokenReceived(now_s, token))
             case AttemptFailed(attempt, code, detail):
-                log.warning("%s gave %s back: %s (%s)", conn.peer.name, attempt, code, detail)
                 live = self._live.get(attempt.request)
+                # Of a request that has ended, or of an older attempt, it says nothing new.
+                is_news = live is not None and live.machine.attempt == attempt
+                level = logging.WARNING if is_news else logging.DEBUG
+                log.log(level, "%s gave %s back: %s (%s)", conn.peer.name, attempt, code, detail)
                 if code is FailureCode.PREEMPTED:
                     self._metrics.preempted()
                 if live is not None:

@@ -72,6 +72,15 @@ def context_length_exceeded(
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def text_too_long(param: str, limit: int, min_tokens: int) -> ApiError:
+    """Make the error for a text that is too long before it is tokenised."""
+    message = (
+        f"This model's maximum context length is {limit} tokens. However, `{param}` has at least "
+        f"{min_tokens} tokens."
+    )
+    return ApiError(400, message, param=param, code="context_length_exceeded")
+
+
 def overloaded(retry_after_s: float) -> ApiError:
     """Make the error for a request that is refused because of the load."""
     return ApiError(

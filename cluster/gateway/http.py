@@ -196,7 +196,10 @@ class _Protocol(web.RequestHandler):
             error = ApiError(status, "The request is not valid HTTP.")
         else:
             reference = secrets.token_hex(16)
-            log.error("connection failed, reference %s", reference, exc_info=exc)
+            if isinstance(exc, ConnectionError):
+                log.info("a client left: %s", exc)
+            else:
+                log.error("connection failed, reference %s", reference, exc_info=exc)
             error = internal(reference)
         response = error_response(error, secrets.token_hex(16))
         response.force_close()

@@ -11,7 +11,7 @@ from functools import lru_cache
 from hashlib import blake2b
 
 from cluster.gateway.chat import ChatTemplateError
-from cluster.gateway.errors import context_length_exceeded, invalid
+from cluster.gateway.errors import context_length_exceeded, invalid, text_too_long
 from cluster.gateway.fields import check_integer, check_text
 from cluster.gateway.tokenizer import Tokenizer
 from cluster.gateway.validation import Options
@@ -64,16 +64,27 @@ class Preparer:
             raise invalid("messages", str(error)) from error
         check_text("messages", text, len(text))
         # The template writes the special tokens itself.
-        token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        token_ids = self.encode("messages", text, add_special_tokens=False)
         return self._prompt("messages", text, token_ids, salt)
 
     def completion(self, prompt: str | tuple[int, ...], *, salt: str, echo: bool) -> Prompt:
         """Tokenise a plain prompt. Raises `ApiError`."""
         if isinstance(prompt, str):
-            token_ids = self._tokenizer.encode(prompt, add_special_tokens=True)
+            token_ids = self.encode("prompt", prompt, add_special_tokens=True)
             return self._prompt("prompt", prompt, token_ids, salt)
         text = self._tokenizer.decode(prompt, skip_special_tokens=False) if echo else ""
         return self._prompt("prompt", text, prompt, salt)
+
+    def encode(self, param: str, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text that could fit the context. Raises `ApiError` for a longer one.
+
+        Tokenising megabytes that can never be used would keep everybody else waiting.
+        """
+        limit, token_bytes = self._config.max_model_len, self._tokenizer.max_token_bytes
+        num_bytes = len(text.encode())
+        if num_bytes > limit * token_bytes:
+            raise text_too_long(param, limit, -(-num_bytes // token_bytes))
+        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def _prompt(self, param: str, text: str, token_ids: Sequence[int], salt: str) -> Prompt:
         limit = self._config.max_model_len

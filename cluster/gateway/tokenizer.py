@@ -29,10 +29,12 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class Tokenizer(Protocol):
     """Text to ids and back. Every method may be called from any thread.
 
-    Ids are below `vocab_size`, which is never more than the model's.
+    Ids are below `vocab_size`, which is never more than the model's. No token stands for more than
+    `max_token_bytes` bytes of text.
     """
 
     vocab_size: int
+    max_token_bytes: int
     special_token_ids: frozenset[int]
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -75,6 +77,8 @@ class FastTokenizer:
         self.vocab_size = vocab_size
         added = backend.get_added_tokens_decoder()
         self.special_token_ids = frozenset(i for i, token in added.items() if token.special)
+        # As the vocabulary spells it, a token is never shorter than what it stands for.
+        self.max_token_bytes = max(len(name.encode()) for name in backend.get_vocab())
         self._backend = backend
         self._chat_template = chat_template
         self._alphabet = byte_level_alphabet()

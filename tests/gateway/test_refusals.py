@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from cluster.gateway.errors import ApiError
+from cluster.gateway.fields import parse_json
 from tests.gateway.client import CHAT, COMPLETIONS, answer, ask, body, text_of
 from tests.gateway.cluster import TOKENIZER, config, running
 
@@ -306,3 +308,37 @@ async def test_forced_tokens_need_the_flag(tmp_path):
     async with running(tmp_path, config(enable_forced_tokens=False)) as cluster:
         status, made = await ask(cluster, COMPLETIONS, body(COMPLETIONS, "a"))
         assert (status, made["error"]["param"]) == (400, "forced_token_ids")
+
+
+@pytest.mark.parametrize("ending", [b"", b"\\", b'"', b'"]'])
+async def test_a_long_string_is_looked_at_once(ending):
+    """At each quote anew, these few megabytes would take days."""
+    with pytest.raises(ApiError, match="not valid JSON"):
+        parse_json(b'{"prompt":"' + b'\\"' * 2_000_000 + ending, 64)
+
+
+async def test_brackets_in_strings_are_no_nesting():
+    deep = "[" * 100 + "\\" + '"' + "{" * 100
+    assert parse_json(json.dumps({"prompt": deep}).encode(), 4) == {"prompt": deep}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize"])
+async def test_b20_a_text_that_can_never_fit_is_not_tokenised(cluster, monkeypatch, path):
+    """B20: tokenising megabytes for nothing would keep everybody else waiting."""
+    tokenizer = cluster.gateway._api._tokenizer
+    encoded = []
+
+    def encode(text: str, *, add_special_tokens: bool) -> list[int]:
+        encoded.append(text)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode", encode)
+    text = "a" * (LIMIT * tokenizer.max_token_bytes + 1)
+    made: dict[str, Any] = {"prompt": text}
+    if path == CHAT:
+        made = {"messages": [{"role": "user", "content": text}]}
+    status, answered = await ask(cluster, path, made)
+    assert status == 400
+    assert answered["error"]["code"] == "context_length_exceeded"
+    assert f"at least {LIMIT + 1} tokens" in answered["error"]["message"] or path == CHAT
+    assert not encoded

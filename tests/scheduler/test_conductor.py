@@ -634,3 +634,39 @@ def test_validate_notices_a_wrong_load():
     cluster.conductor.view.workers[Incarnation("decode-0-1")].promised_blocks += 1
     with pytest.raises(InvariantError, match="decode-0: load"):
         cluster.conductor.validate()
+
+
+def test_a_decode_worker_that_looked_slow_once_gets_work_again():
+    cluster = two_by_two()
+    slow, fast = (worker_ref(f"decode-{i}", pool_ref(f"pool-{i}")) for i in (0, 1))
+    for ref, step_s in ((slow, 0.1), (fast, 0.012)):
+        for _ in range(30):
+            load = DecodeLoad(0, 1, 100, 1000, step_s)
+            cluster.report(ref, WorkerReport(None, load, draining=False))
+    cluster.report(slow, IDLE_DECODE)
+
+    def decode_name(counter: int) -> str:
+        placement = cluster.place(counter, 100)
+        assert placement.decode is not None
+        return placement.decode.name
+
+    assert [decode_name(i) for i in range(3)] == ["decode-1"] * 3
+    for _ in range(40):
+        cluster.report(slow, IDLE_DECODE)
+    assert decode_name(4) == "decode-0", "it has nothing to do, the other has three requests"
+
+
+def test_an_idle_prefill_worker_is_no_slower_than_what_is_common():
+    cluster = two_by_two()
+    slow = worker_ref("prefill-0", pool_ref("pool-0"))
+    for _ in range(40):
+        cluster.conductor.estimates.observe_prefill(slow.incarnation, 200, 0, 9.0)
+    assert [cluster.prefill_name(i, 200) for i in (50, 51)] == ["prefill-1"] * 2
+    cluster.end(50)
+    cluster.end(51)
+    for _ in range(60):
+        cluster.report(slow, WorkerReport(PrefillLoad(0, 0, 0, 1000), None, draining=False))
+    assert [cluster.prefill_name(i, 200) for i in (52, 53)] == ["prefill-1", "prefill-0"]
+
+
+IDLE_DECODE = WorkerReport(None, DecodeLoad(0, 0, 0, 1000, 0.0), draining=False)
