@@ -308,7 +308,7 @@ def make_engine(plan: EnginePlan) -> Engine:
     if plan.kind == "transformers":
         from engine.transformers_engine import TransformersEngine
 
-        return TransformersEngine(
+        engine = TransformersEngine(
             plan.model_dir,
             block_size=plan.block_size,
             num_blocks=plan.num_blocks,
@@ -317,6 +317,8 @@ def make_engine(plan: EnginePlan) -> Engine:
             dtype=plan.dtype,
             num_threads=plan.threads,
         )
+        log.info("kernels: %s", engine.isa)
+        return engine
     assert plan.spec is not None
     if plan.profile is None:
         from engine.toy import ToyEngine

@@ -48,7 +48,12 @@ CASES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add this command's own arguments."""
     add = parser.add_argument
-    add("model", nargs="?", default="smollm2-135m-instruct", help="a known model, folder or hub id")
+    add(
+        "model",
+        nargs="?",
+        default="smollm2-135m-instruct",
+        help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
+    )
     add("--threads", type=int, default=1, help="threads of both sides (1)")
     add("--rounds", type=int, default=7, help="times each side is measured (7)")
     add("--chunk", type=int, default=512, help="tokens of our prefill chunks (512)")

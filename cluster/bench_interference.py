@@ -32,8 +32,13 @@ from cluster.server_process import ServerProcess
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument("--prompt-tokens", type=int, default=3000)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2-135m-instruct",
+        help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=3000, help="long prompts (3000)")
     parser.add_argument("--gaps", type=int, default=1000, help="token gaps a condition (1000)")
     parser.add_argument(
         "--coupled-gaps", type=int, default=200, help="the same for the coupled baseline (200)"

@@ -31,9 +31,14 @@ PAUSE_S = 0.5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument("--prompt-tokens", type=int, default=2000)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2-135m-instruct",
+        help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=2000, help="each prompt (2000)")
+    parser.add_argument("--rounds", type=int, default=5, help="times each is measured (5)")
     add_output_arguments(parser)
 
 

@@ -13,8 +13,13 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from core.errors import ConfigError, HalfmoonError
+from scheduler.policies import POLICIES
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 OVERRIDES = {
     "model": "model",
@@ -38,6 +43,9 @@ OVERRIDES = {
     "enable_forced_tokens": "gateway.enable_forced_tokens",
 }
 """Flag to key of the configuration."""
+
+_NO_WRAP = 10_000
+"""Columns of what is no terminal."""
 
 _TOOLS: dict[tuple[str, str], tuple[str, str]] = {
     ("bench", "engine"): ("cluster.bench_engine", "the engine against transformers' forward pass"),
@@ -80,7 +88,9 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_serve(commands.add_parser("serve", help="start a cluster and its HTTP server"))
     status = commands.add_parser("status", help="show the workers, their load and the pool")
-    status.add_argument("--state-dir", metavar="DIR", help="which cluster")
+    status.add_argument(
+        "--state-dir", metavar="DIR", help="state directory of the cluster, if not the default one"
+    )
     status.add_argument("--json", action="store_true", help="everything, as JSON")
     status.set_defaults(command=_status)
     _add_config(commands.add_parser("config", help="show or check a configuration"))
@@ -119,7 +129,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
     add("--max-model-len", type=int, metavar="N", help="longest prompt and output, in tokens")
     add("--block-size", type=int, metavar="N", help="tokens in a block (16)")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"))
-    add("--device", help="auto, cpu or cuda")
+    add("--device", metavar="NAME", help="auto, cpu or cuda (auto)")
     add("--engine", choices=("transformers", "toy", "emulated"))
     add("--prefill", type=int, metavar="N", help="prefill workers (1)")
     add("--decode", type=int, metavar="N", help="decode workers (1)")
@@ -127,11 +137,14 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
         help="workers that do both, instead; 1 when N is left out")  # fmt: skip
     add("--hosts", type=int, metavar="N", help="pool nodes (1)")
     add("--pool-memory", metavar="SIZE", help="memory of each pool node (2GiB)")
-    add("--policy", help="how the Conductor places requests (kvcache-centric)")
-    add("--api-key", action="append", metavar="KEY", help="may be given several times")
+    policies = ", ".join(POLICIES)
+    add("--policy", metavar="NAME", help=f"how requests are placed: {policies} (kvcache-centric)")
+    add("--api-key", action="append", metavar="KEY",
+        help="may be repeated; the process list shows it: see gateway.api_keys")  # fmt: skip
     add("--ray-address", metavar="ADDRESS", help="an existing Ray cluster to join")
     add("--state-dir", metavar="DIR", help="secret, logs and what is running")
-    add("--enable-forced-tokens", action="store_true", default=None, help="test hook")
+    add("--enable-forced-tokens", action="store_true", default=None,
+        help=argparse.SUPPRESS)  # fmt: skip
 
 
 def config_overrides(args: argparse.Namespace) -> dict[str, object]:
@@ -141,12 +154,18 @@ def config_overrides(args: argparse.Namespace) -> dict[str, object]:
 
 
 def _serve(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from cluster.config import load_config
     from cluster.launcher import serve
 
-    return serve(load_config(args.config, config_overrides(args)), Console())
+    return serve(load_config(args.config, config_overrides(args)), _console())
+
+
+def _console() -> Console:
+    """Return the console; where it is no terminal, lines are never broken."""
+    from rich.console import Console
+
+    console = Console(file=sys.stdout)
+    return console if console.is_terminal else Console(file=sys.stdout, width=_NO_WRAP)
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:
@@ -166,13 +185,13 @@ def _config_show(args: argparse.Namespace) -> int:
 
 
 def _config_check(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from cluster.config import load_config
     from cluster.deployment import show_bytes
-    from cluster.launcher import plan_for_this_machine
+    from cluster.launcher import check_place, plan_for_this_machine
 
-    plan = plan_for_this_machine(load_config(args.config, config_overrides(args)), Console())
+    config, console = load_config(args.config, config_overrides(args)), _console()
+    check_place(config, console)
+    plan = plan_for_this_machine(config, console)
     for pool in plan.pools:
         size = show_bytes(pool.config.num_slots * pool.config.slot_bytes)
         print(f"{pool.name}: {pool.config.num_slots} blocks, {size}")
@@ -187,12 +206,10 @@ def _config_check(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from cluster.state_dir import StateDir
     from cluster.status import show_status
 
-    return show_status(StateDir(args.state_dir), Console(), as_json=args.json)
+    return show_status(StateDir(args.state_dir), _console(), as_json=args.json)
 
 
 # --- models ---

@@ -13,9 +13,17 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
 from core.errors import ConfigError
+from scheduler.policies import POLICIES
 
 _UNITS = {"": 1, "B": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 _UNITS |= {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -32,6 +40,40 @@ def parse_bytes(value: object) -> object:
         raise ValueError('write a number of bytes, or one with its unit such as "2GiB"')
     return int(float(digits) * factor)
 
+
+def _check_pin(value: object) -> object:
+    is_list = isinstance(value, list) and all(
+        isinstance(cores, list) and all(type(core) is int and core >= 0 for core in cores)
+        for cores in value
+    )
+    if value not in ("auto", "none") and not is_list:
+        raise ValueError('write auto, none, or a list of cores for each worker, as in "[[0, 1]]"')
+    return value
+
+
+def _check_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"write one of {', '.join(POLICIES)}")
+    return name
+
+
+def _check_device(name: str) -> str:
+    kind, colon, number = name.partition(":")
+    if name not in ("auto", "cpu") and (kind != "cuda" or (colon and not number.isdecimal())):
+        raise ValueError("write auto, cpu or cuda")
+    return name
+
+
+def _check_keys(keys: list[str]) -> list[str]:
+    if not all(key.strip() for key in keys):
+        raise ValueError("a key must not be empty")
+    if HIDDEN_KEY in keys:
+        raise ValueError(f"put the key itself in the place of {HIDDEN_KEY}")
+    return keys
+
+
+HIDDEN_KEY = "<hidden>"
+"""Stands for each API key where the configuration is printed."""
 
 ByteSize = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
 Count = Annotated[int, Field(ge=0, le=4096)]
@@ -54,7 +96,7 @@ class _WorkerSection(_Section):
         ge=2,
         description="Blocks in each one's paged cache; null: a few times max_model_len.",
     )
-    pin: Literal["auto", "none"] | list[list[int]] = Field(
+    pin: Annotated[Literal["auto", "none"] | list[list[int]], BeforeValidator(_check_pin)] = Field(
         default="auto",
         description="Which cores: auto gives each worker cores of its own where there are enough, "
         "none leaves it to the kernel, or a list of cores for each worker.",
@@ -122,9 +164,10 @@ class PoolSection(_Section):
 class SchedulerSection(_Section):
     """The Conductor's policy and admission."""
 
-    policy: str = Field(
+    policy: Annotated[str, AfterValidator(_check_policy)] = Field(
         default="kvcache-centric",
-        description="kvcache-centric (Mooncake's Algorithm 1), least-loaded, round-robin, random.",
+        description="How prefill workers are chosen: kvcache-centric (Mooncake's Algorithm 1), "
+        "cache-aware-local (the same without fetching), least-loaded, round-robin, random.",
     )
     seed: int = Field(default=0, ge=0, description="Seed of what the policy draws at random.")
     balancing_threshold: float = Field(
@@ -152,7 +195,7 @@ class SchedulerSection(_Section):
 class GatewaySection(_Section):
     """The HTTP server. Limits hold before anything is tokenised."""
 
-    api_keys: list[str] = Field(
+    api_keys: Annotated[list[str], AfterValidator(_check_keys)] = Field(
         default_factory=list,
         description="Keys that clients may use; none: everybody may. Each one is a tenant.",
     )
@@ -241,7 +284,9 @@ class Config(_Section):
         description="transformers runs the model; toy and emulated (the toy at a real one's pace) "
         "are for experiments and give tokens without meaning.",
     )
-    device: str = Field(default="auto", description="cpu, cuda, or auto: cuda where there is one.")
+    device: Annotated[str, AfterValidator(_check_device)] = Field(
+        default="auto", description="cpu, cuda, or auto: cuda where there is one."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="Of weights and KV; auto: float32 on the CPU, bfloat16 on a GPU.",
@@ -286,28 +331,38 @@ def load_config(path: Path | None, overrides: Mapping[str, Any] | None = None) -
 
     `overrides` maps dotted keys to values. Raises `ConfigError` that names the key and the fix.
     """
-    source = "command line" if path is None else str(path)
     values = {} if path is None else _read_yaml(path)
-    for dotted, value in (overrides or {}).items():
+    config = _validate(values, str(path))  # before the flags: they could hide a mistake
+    if not overrides:
+        return config
+    for dotted, value in overrides.items():
         *sections, key = dotted.split(".")
         target = values
         for section in sections:
             target = target.setdefault(section, {})
         target[key] = value
+    return _validate(values, "command line")
+
+
+def _validate(values: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
-        problems = [_explain(dict(entry)) for entry in error.errors()]
+        problems = dict.fromkeys(_explain(dict(entry)) for entry in error.errors())
         raise ConfigError(f"{source}: " + "; ".join(problems)) from error
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; check --config") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {error}") from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{path}{where} is not YAML: {error.problem or error.context}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or no such date
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -318,6 +373,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 def _explain(problem: Mapping[str, Any]) -> str:
     location: Sequence[str | int] = problem["loc"]
     name = ".".join(str(part) for part in location)
+    if problem["type"] == "invalid_key":
+        return f"unknown key `{problem['input']}`; `halfmoon config show` lists the known ones"
     if problem["type"] == "extra_forbidden":
         near = nearest_key(name)
         hint = f"did you mean `{near}`?" if near else "`halfmoon config show` lists the known ones"
@@ -326,6 +383,8 @@ def _explain(problem: Mapping[str, Any]) -> str:
         return f"`{name}` is a section: give its keys below it, indented"
     message = problem["msg"].removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
+    if name.startswith("gateway.api_keys"):
+        return f"`{name}`: {message}"  # a message is not the place for a key
     return f"`{name}`: {message}, not {problem['input']!r}"
 
 
@@ -353,9 +412,14 @@ def walk(section: BaseModel, prefix: str = "") -> Iterator[tuple[str, str, objec
 
 
 def render_yaml(config: Config) -> str:
-    """Return the whole configuration as YAML that can be loaded again, a comment on every key."""
+    """Return the whole configuration as YAML that can be loaded again, a comment on every key.
+
+    Keys of clients are hidden; YAML with hidden keys is refused until they are filled in.
+    """
     lines: list[str] = []
-    for dotted, description, value in walk(config):
+    hidden = [HIDDEN_KEY] * len(config.gateway.api_keys)
+    gateway = config.gateway.model_copy(update={"api_keys": hidden})
+    for dotted, description, value in walk(config.model_copy(update={"gateway": gateway})):
         indent = "  " * dotted.count(".")
         key = dotted.rsplit(".", 1)[-1]
         if isinstance(value, BaseModel):

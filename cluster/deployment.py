@@ -78,6 +78,53 @@ def plan(config: Config, info: ModelInfo, machine: Machine, api_keys: Sequence[s
     )
 
 
+def check_config(config: Config, machine: Machine) -> None:
+    """Refuse what cannot work with any model. Raises `ConfigError`, naming key and fix.
+
+    Where Ray is joined, the workers' machines may be others: their cores and GPUs are not judged.
+    """
+    total = sum(num_workers(config))
+    if config.hosts > total:
+        raise ConfigError(
+            f"`hosts` is {config.hosts}, but the number of workers is {total}, and a pool node "
+            f"without one serves nobody: set `hosts` to {total} or less (--hosts), or start more "
+            "workers"
+        )
+    if config.ray.address is not None:
+        return
+    if config.device not in ("auto", "cpu") and not machine.has_gpu:
+        raise ConfigError(
+            f"`device` is {config.device}, but there is no NVIDIA GPU here that this torch can "
+            "use: set `device` to cpu or auto (--device)"
+        )
+    for role in WorkerRole:
+        pin = getattr(config, role.value).pin
+        named = set() if isinstance(pin, str) else {core for cores in pin for core in cores}
+        foreign = sorted(named - {*machine.cores})
+        if foreign:
+            raise ConfigError(
+                f"`{role.value}.pin` names {_list(foreign)}, which this process may not use: give "
+                f"cores out of {_list(machine.cores)}"
+            )
+
+
+def warnings(config: Config, machine: Machine) -> Iterator[str]:
+    """Yield what works, but badly."""
+    if config.ray.address is not None:
+        return
+    counts = zip(("prefill", "decode", "coupled"), num_workers(config), strict=True)
+    for role, threads in ((r, getattr(config, r).threads) for r, count in counts if count):
+        if threads is not None and threads > len(machine.cores):
+            yield (
+                f"`{role}.threads` is {threads}, but this machine has {len(machine.cores)} "
+                "core(s) for us: more threads than cores are slower"
+            )
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 def num_workers(config: Config) -> tuple[int, int, int]:
     """Return the numbers of prefill, decode and coupled workers. Raises `ConfigError`."""
     coupled = config.coupled.workers or 0
@@ -85,10 +132,11 @@ def num_workers(config: Config) -> tuple[int, int, int]:
     prefill = default if config.prefill.workers is None else config.prefill.workers
     decode = default if config.decode.workers is None else config.decode.workers
     if (prefill == 0) != (decode == 0):
-        missing = "prefill" if prefill == 0 else "decode"
+        missing, other = ("prefill", "decode") if prefill == 0 else ("decode", "prefill")
+        unset = " when it is not set beside `coupled.workers`" if coupled else ""
         raise ConfigError(
-            f"`{missing}.workers` is 0: prefill and decode need each other; set both, or use "
-            "`coupled.workers` alone"
+            f"`{missing}.workers` is 0{unset}, but `{other}.workers` is {prefill or decode}: "
+            "prefill and decode need each other; set both, or use `coupled.workers` alone"
         )
     if prefill + coupled == 0:
         raise ConfigError("there is no worker: set `prefill.workers` and `decode.workers` to 1")

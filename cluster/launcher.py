@@ -9,16 +9,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +24,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cluster.config import Config
-from cluster.deployment import Machine, plan
+from cluster.deployment import check_config, plan, warnings
+from cluster.machine import check_addresses, this_machine
 from cluster.plans import Deployment
-from cluster.state_dir import ProcessRecord, StateDir, remove_run_dir
+from cluster.state_dir import ProcessRecord, StateDir, is_alive, remove_run_dir
+from cluster.watch import Lives
 from core.errors import ConfigError, HalfmoonError
 
 if TYPE_CHECKING:
@@ -52,9 +51,11 @@ def serve(config: Config, console: Console) -> int:
             console.print(f"cleaned up after a killed run: ended {len(reaped)} processes")
         state.ensure_secret()
         state.read_secret()
-        config = config.model_copy(update={"port": check_port(config.host, config.port)})
+        config = config.model_copy(update={"port": check_addresses(config)})
         deployment = plan_for_this_machine(config, console)
-        return _Run(config, deployment, state, console).run()
+        # Ray prints what it thinks of its processes; the console has the real output.
+        with (state.logs / "ray.log").open("w") as log, contextlib.redirect_stdout(log):
+            return _Run(config, deployment, state, console).run()
     finally:
         os.close(lock)
 
@@ -63,9 +64,30 @@ def plan_for_this_machine(config: Config, console: Console) -> Deployment:
     """Find the model, fetching it if need be, and plan. Raises `ConfigError`."""
     from engine.models import inspect_model, resolve_model
 
+    machine = this_machine()
+    check_config(config, machine)
+    for line in warnings(config, machine):
+        console.print(f"[yellow]warning:[/] {line}")
     with model_progress(console) as report:
         info = inspect_model(resolve_model(config.model, report=report), report=report)
-    return plan(config, info, this_machine(), config.gateway.api_keys)
+    return plan(config, info, machine, config.gateway.api_keys)
+
+
+def check_place(config: Config, console: Console) -> None:
+    """Check state directory and addresses as `serve` does. Raises `ConfigError`.
+
+    Beside a cluster that runs with this state directory the addresses are not looked at: they may
+    be taken by that cluster itself.
+    """
+    state = StateDir(config.state_dir)
+    state.prepare()
+    if state.is_locked():
+        console.print(
+            f"[yellow]warning:[/] a cluster runs in {state.path}: stop it before you start this "
+            "one; `host` and `port` were not checked"
+        )
+    else:
+        check_addresses(config)
 
 
 @contextlib.contextmanager
@@ -89,48 +111,6 @@ def model_progress(console: Console) -> Iterator[Callable[[str, float], None]]:
             progress.update(task, description=stage, completed=fraction)
 
         yield report
-
-
-def this_machine() -> Machine:
-    """Return what this machine offers, without loading torch."""
-    from importlib.metadata import version
-
-    from kvpool.memory import available_memory
-
-    gpus = Path("/proc/driver/nvidia/gpus")
-    has_gpu = gpus.is_dir() and any(gpus.iterdir()) and not version("torch").endswith("+cpu")
-    available_bytes, _ = available_memory()
-    return Machine(tuple(sorted(os.sched_getaffinity(0))), available_bytes, has_gpu)
-
-
-def check_port(host: str, port: int) -> int:
-    """Return `port`, or a free one for 0. Raises `ConfigError` when it cannot be bound."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except socket.gaierror as error:
-        raise ConfigError(f"`host` {host!r} is no address of this machine: use --host") from error
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host} is taken{_port_owner(port)}: stop that, or choose another "
-                "with --port"
-            ) from error
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-
-
-def _port_owner(port: int) -> str:
-    try:
-        for found in psutil.net_connections("tcp"):
-            is_it = found.status == psutil.CONN_LISTEN and found.laddr and found.laddr.port == port
-            if is_it and found.pid:
-                return f" by process {found.pid} ({psutil.Process(found.pid).name()})"
-    except psutil.Error:
-        return ""
-    return ""
 
 
 class _Run:
@@ -188,7 +168,9 @@ class _Run:
             yield lambda text: self._console.print(f"{self._elapsed_s():5.1f} s: {text}")
             return
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, transient=True) as progress:
+        with Progress(
+            *columns, console=self._console, transient=True, redirect_stdout=False
+        ) as progress:
             task = progress.add_task("")
             yield lambda text: progress.update(task, description=text)
 
@@ -345,20 +327,23 @@ class _Run:
     def _watch(self) -> int:
         """Tell of restarts until a signal comes; return the exit code."""
         seen = self._state.read_processes()
+        lives = Lives(seen)
         ray_processes = [p for p in _descendants() if p.name() in ("raylet", "gcs_server")]
         while self._signal is None:
             time.sleep(_WATCH_S)
             if any(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in ray_processes):
-                self._console.print("[red]Ray died; stopping[/]")
+                self._tell("[red]Ray died; stopping[/]")
                 return 1
             now = self._state.read_processes()
-            for name, record in now.items():
-                if name in seen and record.incarnation != seen[name].incarnation:
-                    self._console.print(f"{name} was restarted as process {record.pid}")
+            for line in lives.look(now, is_alive):
+                self._tell(line)
             if now != seen:
                 self._state.write_run(self._run_dir, _descendants(), self.url)
             seen = now
         return 0
+
+    def _tell(self, line: str) -> None:
+        self._console.print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}")
 
     # --- stop ---
 

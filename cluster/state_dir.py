@@ -62,7 +62,10 @@ class StateDir:
     """Files below `path`; see the module's docstring."""
 
     def __init__(self, path: Path | str | None) -> None:
-        self.path = default_state_dir() if path is None else Path(path).expanduser().absolute()
+        try:
+            self.path = default_state_dir() if path is None else Path(path).expanduser().absolute()
+        except RuntimeError as error:  # ~nobody
+            raise ConfigError(f"`state_dir` {str(path)!r}: {error}; use --state-dir") from error
         self.logs = self.path / "logs"
         self.epoch_file = self.path / "conductor.epoch"
         self.event_log = self.path / "events.log"
@@ -80,7 +83,7 @@ class StateDir:
         except OSError as error:
             raise ConfigError(
                 f"cannot create the state directory {self.path}: {error.strerror}; choose another "
-                "with --state-dir"
+                "with `state_dir` (--state-dir)"
             ) from error
         if self.path.stat().st_uid != os.getuid():
             raise ConfigError(f"{self.path} belongs to another user; choose your own --state-dir")
@@ -88,7 +91,13 @@ class StateDir:
 
     def lock(self) -> int:
         """Take the lock for this process's life. Raises `ConfigError` when a cluster runs here."""
-        fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write in the state directory {self.path}: {error.strerror}; choose "
+                "another with `state_dir` (--state-dir)"
+            ) from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -101,10 +110,13 @@ class StateDir:
         return fd
 
     def is_locked(self) -> bool:
-        """Whether a living launcher holds this directory."""
-        if not self._lock.exists():
+        """Whether a living launcher holds this directory. Raises `ConfigError`."""
+        try:
+            fd = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
+        except (FileNotFoundError, NotADirectoryError):
             return False
-        fd = os.open(self._lock, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise ConfigError(f"cannot read {self._lock}: {error.strerror}") from error
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

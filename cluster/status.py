@@ -27,22 +27,55 @@ _WIDE_COLUMNS = 100
 
 
 def show_status(state: StateDir, console: Console, *, as_json: bool) -> int:
-    """Print the status; return the exit code: 1 when a process is down. Raises `ConfigError`."""
-    if not state.is_locked():
-        raise ConfigError(f"no cluster runs in {state.path}: start one with `halfmoon serve`")
+    """Print the status; return the exit code: 1 when anything is down. Raises `ConfigError`.
+
+    While the Conductor is down the processes are shown as they recorded themselves.
+    """
     processes = state.read_processes()
-    conductor = processes.get("conductor")
-    if conductor is None or not is_alive(conductor):
-        raise HalfmoonError(f"the Conductor is down; Ray restarts it; see {state.logs}")
-    cluster = asyncio.run(fetch_state(conductor, state.read_secret()))
+    has_launcher = state.is_locked()
+    if not has_launcher and not any(map(is_alive, processes.values())):
+        raise ConfigError(
+            f"no cluster runs in {state.path}: start one with `halfmoon serve`, or name the state "
+            "directory of a running one with --state-dir"
+        )
+    cluster, problem = _ask(state, processes.get("conductor"))
+    problems = [] if problem is None else [problem]
+    if not has_launcher:
+        problems.append(
+            "the launcher died: its processes are ending; `halfmoon serve` cleans up and starts "
+            "again"
+        )
     down = [record.name for record in processes.values() if not is_alive(record)]
     if as_json:
-        document = {"processes": [asdict(r) for r in processes.values()], "down": down}
-        print(json.dumps(document | {"cluster": asdict(cluster)}, indent=1, default=_plain))
+        document = {
+            "processes": [asdict(record) for record in processes.values()],
+            "down": down,
+            "problems": problems,
+            "cluster": None if cluster is None else asdict(cluster),
+        }
+        print(json.dumps(document, indent=1, default=_plain))
     else:
         url = str(state.read_run().get("url", ""))
         console.print(render_status(cluster, processes, url, console.width))
-    return 1 if down else 0
+        for line in problems:
+            console.print(f"[red]{line}")
+    return 1 if down or problems else 0
+
+
+def _ask(
+    state: StateDir, conductor: ProcessRecord | None
+) -> tuple[ClusterState | None, str | None]:
+    """Return what the Conductor knows, or why it does not tell."""
+    if conductor is None:
+        return None, f"the Conductor has not started yet; see {state.logs}"
+    if not is_alive(conductor):
+        return None, f"the Conductor is down; Ray restarts it; see {state.logs}"
+    try:
+        return asyncio.run(fetch_state(conductor, state.read_secret())), None
+    except ConfigError:
+        raise
+    except (HalfmoonError, TimeoutError) as error:
+        return None, f"the Conductor does not answer ({error or 'timed out'}); see {state.logs}"
 
 
 async def fetch_state(conductor: ProcessRecord, secret: bytes) -> ClusterState:
@@ -68,17 +101,19 @@ async def fetch_state(conductor: ProcessRecord, secret: bytes) -> ClusterState:
 
 
 def render_status(
-    cluster: ClusterState, processes: Mapping[str, ProcessRecord], url: str, width: int
+    cluster: ClusterState | None, processes: Mapping[str, ProcessRecord], url: str, width: int
 ) -> Group:
     """Return heading and table, to be read at 80 columns as well as on a wide screen.
 
     `restarts` are those of the process records of this machine; processes of other machines show
-    what the Conductor saw in its own life.
+    what the Conductor saw in its own life. Without `cluster` there are no loads.
     """
     return Group(_heading(cluster, url), _table(cluster, processes, width))
 
 
-def _heading(cluster: ClusterState, url: str) -> str:
+def _heading(cluster: ClusterState | None, url: str) -> str:
+    if cluster is None:
+        return f"[bold]{url}[/]"
     return (
         f"[bold]{url}[/]  policy {cluster.policy}, epoch {cluster.epoch}\n"
         f"{cluster.num_placed} placed, {cluster.num_rejected} rejected, "
@@ -87,7 +122,9 @@ def _heading(cluster: ClusterState, url: str) -> str:
     )
 
 
-def _table(cluster: ClusterState, processes: Mapping[str, ProcessRecord], width: int) -> Table:
+def _table(
+    cluster: ClusterState | None, processes: Mapping[str, ProcessRecord], width: int
+) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     is_wide = width >= _WIDE_COLUMNS
     for heading in ("process", "pid", "state", "restarts", "load", "free blocks"):
@@ -97,7 +134,7 @@ def _table(cluster: ClusterState, processes: Mapping[str, ProcessRecord], width:
         )
     if is_wide:
         table.add_column("pool", no_wrap=True)
-    known = {worker.name: worker for worker in cluster.workers}
+    known = {} if cluster is None else {worker.name: worker for worker in cluster.workers}
     for name in sorted({*processes, *known}):
         record, worker = processes.get(name), known.get(name)
         cells = (

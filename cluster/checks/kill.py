@@ -44,8 +44,13 @@ CONDUCTOR_LIMIT_S = 10.0
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2-135m-instruct",
+        help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
+    )
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kill (all)")
     parser.add_argument("--trials", type=int, default=1, help="kills of each kind (1)")
     parser.add_argument("--max-tokens", type=int, default=48, help="output tokens a stream (48)")
     parser.add_argument("--work-dir", type=Path, help="where the server keeps logs")

@@ -66,8 +66,13 @@ class Outcome:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
-    parser.add_argument("model", nargs="?", default="smollm2-135m-instruct")
-    parser.add_argument("--suite", choices=(*SUITES, "all"), default="base")
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="smollm2-135m-instruct",
+        help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
+    )
+    parser.add_argument("--suite", choices=(*SUITES, "all"), default="base", help="(base)")
     parser.add_argument("--prompts", type=int, default=60, help="how many prompts (60)")
     parser.add_argument("--longest", type=int, default=3000, help="longest prompt in tokens (3000)")
     parser.add_argument("--max-tokens", type=int, default=32, help="output tokens a prompt (32)")

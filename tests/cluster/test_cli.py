@@ -1,5 +1,6 @@
 """The command line: what it says, what it refuses, and that it starts quickly."""
 
+import os
 import re
 import socket
 import subprocess
@@ -7,9 +8,16 @@ import sys
 
 import pytest
 import yaml
+from rich.console import Console
 
+from cluster import cli
 from cluster.cli import OVERRIDES, main
 from cluster.config import Config, walk
+from cluster.launcher import check_place
+from cluster.machine import check_addresses
+from cluster.state_dir import StateDir
+from core.errors import ConfigError
+from scheduler.policies import POLICIES
 
 
 def run(*arguments: str) -> int:
@@ -73,8 +81,73 @@ def test_a_taken_port_is_refused(tmp_path, capsys):
         message = refused(
             capsys, "serve", "--port", str(port), "--state-dir", str(tmp_path / "state")
         )
-    assert f"port {port} on 127.0.0.1 is taken by process" in message
+    assert f"`port` {port} on 127.0.0.1 is taken by process" in message
     assert "--port" in message
+
+
+def test_config_check_refuses_what_serve_refuses(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    state = str(tmp_path / "state")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for arguments, hint in (
+            (("--state-dir", str(tmp_path / "file" / "x")), "--state-dir"),
+            (("--state-dir", "~nobody-of-that-name/x"), "--state-dir"),
+            (("--state-dir", state, "--port", port), "`port` .*--port"),
+            (("--state-dir", state, "--host", "192.0.2.1", "--port", "0"), "`host` .*--host"),
+            (("--state-dir", state, "--host", "a..b", "--port", "0"), "`host` .*--host"),
+            (("--state-dir", state, "--hosts", "3", "--port", "0"), "`hosts` is 3.*2 or less"),
+            (("--policy", "fastest"), "`scheduler.policy`: write one of random, .*centric"),
+        ):
+            for command in (("serve",), ("config", "check")):
+                assert re.search(hint, refused(capsys, *command, *arguments))
+
+
+def test_config_check_can_be_used_beside_a_running_cluster(tmp_path, capsys):
+    state = StateDir(tmp_path / "state")
+    state.prepare()
+    lock = state.lock()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(state_dir=str(state.path), port=taken.getsockname()[1])
+        check_place(config, Console(width=1000))
+        os.close(lock)
+        assert "a cluster runs in" in capsys.readouterr().out
+        with pytest.raises(ConfigError, match="is taken"):
+            check_place(config, Console())
+
+
+def test_what_listens_for_workers_is_checked_as_well():
+    with pytest.raises(ConfigError, match=r"`listen` '192\.0\.2\.1' is no address"):
+        check_addresses(Config(listen="192.0.2.1", port=0))
+
+
+def test_keys_are_not_shown_and_what_is_shown_is_no_key(tmp_path, capsys):
+    assert run("config", "show", "--api-key", "s3cret") == 0
+    shown = capsys.readouterr().out
+    assert "s3cret" not in shown
+    path = tmp_path / "c.yaml"
+    path.write_text(shown)
+    assert "put the key itself in the place of" in refused(
+        capsys, "serve", "--config", str(path), "--port", "0"
+    )
+
+
+def test_lines_are_not_broken_where_there_is_no_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "40")
+    cli._console().print("word " * 100)
+    assert capsys.readouterr().out.count("\n") == 1
+
+
+def test_help_names_every_policy_and_hides_the_test_hook(capsys):
+    for command in (("serve",), ("config", "show")):
+        with pytest.raises(SystemExit):
+            run(*command, "--help")
+        text = " ".join(capsys.readouterr().out.split())
+        assert all(name in text.replace("- ", "-") for name in POLICIES)
+        assert "--enable-forced-tokens" not in text
+    assert run("config", "show") == 0
+    shown = capsys.readouterr().out.replace("\n", " ")
+    assert all(name in shown for name in POLICIES)
 
 
 def test_a_missing_model_is_refused(tmp_path, capsys):
@@ -85,7 +158,9 @@ def test_a_missing_model_is_refused(tmp_path, capsys):
 
 
 def test_status_without_a_cluster_says_how_to_start_one(tmp_path, capsys):
-    assert "halfmoon serve" in refused(capsys, "status", "--state-dir", str(tmp_path))
+    message = refused(capsys, "status", "--state-dir", str(tmp_path))
+    assert "halfmoon serve" in message
+    assert "--state-dir" in message
 
 
 def test_a_command_that_is_not_there_is_a_plain_error(monkeypatch, capsys):

@@ -7,7 +7,14 @@ import pytest
 import yaml
 
 from cluster.config import Config, load_config, parse_bytes, render_yaml, walk
-from cluster.deployment import Machine, num_workers, plan, show_bytes
+from cluster.deployment import (
+    Machine,
+    check_config,
+    num_workers,
+    plan,
+    show_bytes,
+    warnings,
+)
 from core.config import DecodeConfig, PrefillConfig
 from core.errors import ConfigError
 from core.messages.to_conductor import WorkerRole
@@ -75,11 +82,51 @@ def test_what_is_printed_loads_again_and_says_everything():
         ("pool: {memory: lots}", "`pool.memory`: write a number of bytes, or one with its unit"),
         ("pool: {lease_ttl_s: .nan}", "`pool.lease_ttl_s`"),
         ("- a", "must hold keys and values"),
-        ("host: [", "is not YAML"),
+        ("host: [", "line 1, column 8 is not YAML: "),
+        ("a: b: c", "cluster.yaml, line 1, column 5 is not YAML: mapping values"),
+        ("host: \0", "is not YAML: "),
+        ("host: 2026-99-99", "is not YAML: month"),
+        ("1: x", "unknown key `1`"),
+        ("prefill: null", "`prefill` is a section"),
+        ("decode: {pin: 3}", "cluster.yaml: `decode.pin`: write auto, none, or a list of cores"),
+        ("decode: {pin: [0, [1]]}", "`decode.pin`: write auto"),
+        ("decode: {pin: [[true]]}", "`decode.pin`: write auto"),
+        ("scheduler: {policy: fast}", "`scheduler.policy`: write one of random, round-robin"),
+        ("scheduler: {policy: [x]}", "`scheduler.policy`: input should be a valid string"),
+        ("device: gpu", "`device`: write auto, cpu or cuda, not 'gpu'"),
+        ("device: 'cuda:x'", "`device`: write auto, cpu or cuda"),
+        ("gateway: {api_keys: ['']}", "`gateway.api_keys`: a key must not be empty"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, hint):
-    assert hint in refusal(tmp_path, text)
+    message = refusal(tmp_path, text)
+    assert hint in message
+    assert "\n" not in message
+
+
+def test_each_mistake_is_told_once(tmp_path):
+    assert refusal(tmp_path, "decode: {pin: [0, 1]}").count("decode.pin") == 1
+
+
+def test_a_key_that_is_no_text_is_not_repeated(tmp_path):
+    message = refusal(tmp_path, "gateway: {api_keys: [123456]}")
+    assert "`gateway.api_keys.0`" in message
+    assert "123456" not in message
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"host: \xff")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_config(path)
+
+
+def test_mistakes_that_a_flag_would_hide_are_told(tmp_path):
+    for text, flag, value in (("port: x", "port", 1), ("prefill: 3", "prefill.workers", 2)):
+        with pytest.raises(ConfigError, match=r"cluster\.yaml: `"):
+            load(tmp_path, text, **{flag: value})
+    with pytest.raises(ConfigError, match="command line: `port`"):
+        load(tmp_path, "host: localhost", port=-1)
 
 
 def test_all_mistakes_are_told_at_once(tmp_path):
@@ -156,6 +203,41 @@ def test_coupled_workers_replace_the_others_unless_they_are_asked_for():
 def test_what_cannot_work_is_refused_with_the_fix(overrides, hint):
     with pytest.raises(ConfigError, match=hint):
         plan_for(load_config(None, {"hosts": 2, **overrides}))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hint"),
+    [
+        ({"hosts": 3}, "`hosts` is 3, but the number of workers is 2.*`hosts` to 2 or less"),
+        ({"hosts": 2, "coupled.workers": 1}, "`hosts` is 2.* is 1"),
+        ({"device": "cuda"}, "`device` is cuda, but there is no NVIDIA GPU"),
+        ({"decode.pin": [[0, 7]]}, "`decode.pin` names 7, .*out of 0, 1"),
+        (
+            {"coupled.workers": 1, "prefill.workers": 1},
+            "`decode.workers` is 0 when it is not set.*but `prefill.workers` is 1",
+        ),
+    ],
+)
+def test_what_no_model_can_mend_is_refused_before_one_is_fetched(overrides, hint):
+    with pytest.raises(ConfigError, match=hint):
+        check_config(load_config(None, overrides), MACHINE)
+
+
+def test_the_machines_of_a_joined_ray_are_not_judged_by_this_one():
+    joined = {"ray.address": "head:6379", "device": "cuda", "decode.pin": [[7]]}
+    config = load_config(None, joined | {"prefill.threads": 9})
+    check_config(config, MACHINE)
+    assert list(warnings(config, MACHINE)) == []
+
+
+def test_a_gpu_can_be_asked_for_where_there_is_one():
+    check_config(load_config(None, {"device": "cuda:0"}), replace(MACHINE, has_gpu=True))
+
+
+def test_more_threads_than_cores_are_warned_of():
+    given = {"prefill.threads": 3, "decode.threads": 2, "coupled.threads": 9}
+    (line,) = warnings(load_config(None, given), MACHINE)
+    assert "`prefill.threads` is 3" in line
 
 
 def test_cores_are_given_out_only_when_there_are_enough():

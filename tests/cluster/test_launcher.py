@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -154,6 +155,11 @@ def test_a_killed_process_comes_back(server, model, name):
         return now.incarnation != before.incarnation and f"{name} was restarted" in server.said()
 
     server.wait_for(is_back)
+    (death,) = (
+        line for line in server.said().splitlines() if f"process {before.pid}) died" in line
+    )
+    assert re.fullmatch(rf"\d{{4}}(-\d\d){{2}} \d\d(:\d\d){{2}} {name} .*Ray restarts it", death)
+    assert "raylet" not in server.said()
     server.wait_for(lambda: _is_ready(server.port))
     prompt = list(range(60))
     assert server.complete(prompt, 10) == oracle(model, prompt, 10)

@@ -132,3 +132,54 @@ def test_json_has_all_of_it(tmp_path, monkeypatch, capsys):
     }  # fmt: skip
     assert [worker["name"] for worker in told["cluster"]["workers"]] == [w.name for w in WORKERS]
     assert told["cluster"]["workers"][-1]["pool_report"]["num_committed"] == 3000
+
+
+@pytest.mark.parametrize(
+    ("conductor", "problem"),
+    [
+        (None, "the Conductor has not started yet"),
+        (life("conductor", created_s=1.0), "the Conductor is down"),
+        (life("conductor", restarts=2), "the Conductor does not answer"),
+    ],
+)
+def test_processes_are_shown_while_the_conductor_is_silent(
+    tmp_path, monkeypatch, capsys, conductor, problem
+):
+    state = StateDir(tmp_path)
+    state.prepare()
+    state.ensure_secret()
+    lock = state.lock()
+    for record in (life("gateway", restarts=3), *([] if conductor is None else [conductor])):
+        state.write_process(record)
+
+    async def unanswered(*_: object) -> ClusterState:
+        raise TimeoutError
+
+    monkeypatch.setattr(status, "fetch_state", unanswered)
+    assert status.show_status(state, Console(width=200), as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert problem in shown
+    assert any(line.split()[:3] == ["gateway", str(os.getpid()), "up"] for line in
+               shown.splitlines())  # fmt: skip
+    assert status.show_status(state, Console(), as_json=True) == 1
+    os.close(lock)
+    told = json.loads(capsys.readouterr().out)
+    assert told["cluster"] is None
+    assert problem in told["problems"][0]
+    assert {p["name"] for p in told["processes"]} >= {"gateway"}
+
+
+def test_what_a_killed_launcher_left_is_shown(tmp_path, monkeypatch, capsys):
+    state = StateDir(tmp_path)
+    state.prepare()
+    state.ensure_secret()
+    state.write_process(life("conductor"))
+
+    async def fetched(*_: object) -> ClusterState:
+        return CLUSTER
+
+    monkeypatch.setattr(status, "fetch_state", fetched)
+    assert status.show_status(state, Console(width=200), as_json=False) == 1
+    shown = capsys.readouterr().out
+    assert "the launcher died" in shown
+    assert "halfmoon serve" in shown
