@@ -54,7 +54,10 @@ def serve(config: Config, console: Console) -> int:
         config = config.model_copy(update={"port": check_addresses(config)})
         deployment = plan_for_this_machine(config, console)
         # Ray prints what it thinks of its processes; the console has the real output.
-        with (state.logs / "ray.log").open("w") as log, contextlib.redirect_stdout(log):
+        with (
+            (state.logs / "ray.log").open("w", buffering=1) as log,
+            contextlib.redirect_stdout(log),
+        ):
             return _Run(config, deployment, state, console).run()
     finally:
         os.close(lock)
