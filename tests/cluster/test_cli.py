@@ -71,7 +71,7 @@ def refused(capsys, *arguments: str) -> str:
 def test_an_unknown_key_is_refused(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text("modle: x")
-    message = refused(capsys, "serve", "--config", str(path))
+    message = refused(capsys, "serve", str(tmp_path / "none"), "--config", str(path))
     assert "unknown key `modle`; did you mean `model`?" in message
 
 
@@ -128,7 +128,7 @@ def test_keys_are_not_shown_and_what_is_shown_is_no_key(tmp_path, capsys):
     path = tmp_path / "c.yaml"
     path.write_text(shown)
     assert "put the key itself in the place of" in refused(
-        capsys, "serve", "--config", str(path), "--port", "0"
+        capsys, "config", "check", "--config", str(path), "--port", "0"
     )
 
 
