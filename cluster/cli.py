@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
@@ -269,6 +270,9 @@ def _add_tools(parser: argparse.ArgumentParser, group: str, argv: list[str]) -> 
             continue
         action = actions.add_parser(name, help=summary)
         if argv[:2] == [group, name]:
+            # As for our workers, and before torch reads it: idle threads that spin would take
+            # the core of those that work.
+            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
             module = _import_tool(module_name)
             module.add_arguments(action)
             action.set_defaults(command=lambda args, module=module: _run_tool(module, args))
