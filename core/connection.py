@@ -2,7 +2,7 @@
 
 One asyncio loop owns a connection; nothing here is thread-safe. After the greeting:
 
-1. Frames go both ways, each with a MAC over a session key and a counter. One-way messages are
+1. Frames go both ways, each with MACs over a session key and a counter. One-way messages are
    handled in order; requests run as tasks, at most `MAX_CONCURRENT_REQUESTS` at a time, and are
    answered by correlation id.
 2. Pings when idle. Silence of three heartbeats, a broken socket, a wrong frame, or a peer that
@@ -254,10 +254,10 @@ class Connection:
 
     async def _read_forever(self) -> None:
         while True:
-            prelude_raw = await self._read_bytes(PRELUDE_BYTES)
-            prelude = parse_prelude(prelude_raw)
+            raw = await self._read_bytes(PRELUDE_BYTES)
+            prelude = parse_prelude(self._receive_key, self._receive_counter, raw)
             header = await self._read_bytes(prelude.header_bytes)
-            verify(self._receive_key, self._receive_counter, prelude, header)
+            verify(prelude, header)
             self._receive_counter += 1
             if prelude.kind is not FrameKind.PING:
                 await self._receive(prelude, self._receives.decode(header))

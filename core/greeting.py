@@ -5,7 +5,8 @@
     client: [proof]
 
 Each proof is keyed with the secret and covers both sides' names and nonces; so are the two session
-keys, one a direction (`docs/wire.md`).
+keys, one a direction. A message follows its length and the inverted length, so that a damaged
+one is not waited for (`docs/wire.md`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import asyncio
 import hmac
 import secrets
 import socket
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -25,6 +27,8 @@ from core.ids import Incarnation
 from core.wire import PROTOCOL_VERSION
 
 _MAX_HELLO_BYTES = 1024
+_LENGTH = struct.Struct("<HH")
+_INVERTED = 0xFFFF
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +102,14 @@ def _parse_hello(fields: Sequence[object], *, with_proof: bool) -> tuple[Identit
 
 async def _send_hello(sock: socket.socket, fields: Sequence[object]) -> None:
     body: bytes = msgpack.packb(list(fields))
-    await asyncio.get_running_loop().sock_sendall(sock, len(body).to_bytes(2, "little") + body)
+    length = _LENGTH.pack(len(body), len(body) ^ _INVERTED)
+    await asyncio.get_running_loop().sock_sendall(sock, length + body)
 
 
 async def _read_hello(sock: socket.socket) -> Sequence[object]:
-    size = int.from_bytes(await _read_raw(sock, 2), "little")
+    size, inverted = _LENGTH.unpack(await _read_raw(sock, _LENGTH.size))
+    if size ^ inverted != _INVERTED:
+        raise WireError("not a Halfmoon greeting")
     if size > _MAX_HELLO_BYTES:
         raise WireError("oversized greeting")
     try:

@@ -21,7 +21,7 @@ import msgpack
 
 from core.errors import AuthError, WireError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 MAX_HEADER_BYTES = 8 << 20
 """Bound of one encoded message: a prompt of a million tokens fits twice."""
@@ -30,9 +30,11 @@ MAX_PAYLOAD_BYTES = 1 << 30
 """Bound of the raw bytes beside one message."""
 
 MAC_BYTES = 16
-_PRELUDE = struct.Struct("<4sB3xIIQ")
-_MAGIC = b"HMF1"
-PRELUDE_BYTES = _PRELUDE.size + MAC_BYTES
+PRELUDE_MAC_BYTES = 8
+_FIXED = struct.Struct("<4sB3xIIQ")
+_COUNTER = struct.Struct("<Q")
+_MAGIC = b"HMF2"
+PRELUDE_BYTES = _FIXED.size + PRELUDE_MAC_BYTES + MAC_BYTES
 
 Message = object
 """An instance of one of the dataclasses of a `MessageSet`."""
@@ -96,58 +98,67 @@ class MessageSet:
 
 @dataclass(frozen=True, slots=True)
 class Prelude:
-    """Fixed-size start of a frame; `correlation` pairs a request with its reply."""
+    """Fixed-size start of a frame; `correlation` pairs a request with its reply.
+
+    `mac` is the frame's, `hashed` what the MAC has covered before the header.
+    """
 
     kind: FrameKind
     header_bytes: int
     payload_bytes: int
     correlation: int
     mac: bytes
+    hashed: blake2s
 
 
 def seal(key: bytes, counter: int, kind: FrameKind, correlation: int, header: bytes,
          payload_bytes: int) -> bytes:  # fmt: skip
     """Return prelude + header of a frame. `counter` numbers the frames of this direction.
 
-    The MAC covers the counter, so frames cannot be replayed, dropped or reordered unnoticed. The
+    Both MACs cover the counter, so frames cannot be replayed, dropped or reordered unnoticed. The
     payload is covered by the checksums inside the header.
     """
-    fixed = _PRELUDE.pack(_MAGIC, kind, len(header), payload_bytes, correlation)
-    return fixed + _mac(key, counter, fixed, header) + header
+    fixed = _FIXED.pack(_MAGIC, kind, len(header), payload_bytes, correlation)
+    hashed = _hash(key, counter, fixed)
+    prelude_mac = hashed.digest()[:PRELUDE_MAC_BYTES]
+    hashed.update(header)
+    return b"".join((fixed, prelude_mac, hashed.digest(), header))
 
 
-def parse_prelude(raw: bytes | bytearray | memoryview) -> Prelude:
-    """Read a prelude and check its bounds. Raises `WireError`."""
-    magic, kind, header_bytes, payload_bytes, correlation = _PRELUDE.unpack_from(raw)
+def parse_prelude(key: bytes, counter: int, raw: bytes | bytearray | memoryview) -> Prelude:
+    """Read a prelude and check its own MAC and its bounds. Raises `AuthError` and `WireError`.
+
+    What it returns may be believed before the header is there: with a wrong length, the header
+    might never be complete.
+    """
+    fixed = bytes(raw[: _FIXED.size])
+    magic, kind, header_bytes, payload_bytes, correlation = _FIXED.unpack(fixed)
     if magic != _MAGIC:
         raise WireError("not a Halfmoon frame")
+    hashed = _hash(key, counter, fixed)
+    mac_start = _FIXED.size + PRELUDE_MAC_BYTES
+    if hashed.digest()[:PRELUDE_MAC_BYTES] != raw[_FIXED.size : mac_start]:
+        raise AuthError("wrong MAC of a prelude: the frame was changed, repeated or lost")
     if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise WireError(f"oversized frame: header {header_bytes}, payload {payload_bytes} bytes")
     try:
         frame_kind = FrameKind(kind)
     except ValueError:
         raise WireError(f"unknown frame kind {kind}") from None
-    return Prelude(
-        frame_kind, header_bytes, payload_bytes, correlation, bytes(raw[_PRELUDE.size :])
-    )
+    mac = bytes(raw[mac_start:])
+    return Prelude(frame_kind, header_bytes, payload_bytes, correlation, mac, hashed)
 
 
-def verify(
-    key: bytes, counter: int, prelude: Prelude, header: bytes | bytearray | memoryview
-) -> None:
-    """Check a frame's MAC. Raises `AuthError`."""
-    fixed = _PRELUDE.pack(
-        _MAGIC, prelude.kind, prelude.header_bytes, prelude.payload_bytes, prelude.correlation
-    )
-    if _mac(key, counter, fixed, header) != prelude.mac:
-        raise AuthError("wrong MAC: the frame was changed, repeated or lost")
+def verify(prelude: Prelude, header: bytes | bytearray | memoryview) -> None:
+    """Check a frame's MAC, once its header is there. Raises `AuthError`."""
+    hashed = prelude.hashed.copy()
+    hashed.update(header)
+    if hashed.digest() != prelude.mac:
+        raise AuthError("wrong MAC: the frame was changed")
 
 
-def _mac(key: bytes, counter: int, fixed: bytes, header: bytes | bytearray | memoryview) -> bytes:
-    h = blake2s(struct.pack("<Q", counter), key=key, digest_size=MAC_BYTES)
-    h.update(fixed)
-    h.update(header)
-    return h.digest()
+def _hash(key: bytes, counter: int, fixed: bytes) -> blake2s:
+    return blake2s(_COUNTER.pack(counter) + fixed, key=key, digest_size=MAC_BYTES)
 
 
 # --- codecs compiled from type hints ------------------------------------------------------------

@@ -12,6 +12,7 @@ from core.errors import AuthError, ConnectionLost, RemoteError, WireError
 from core.ids import Address, Incarnation
 from core.net import BaseHandler, Connection, Identity, UnixEndpoint, dial, listen
 from core.wire import MessageSet
+from tests.harness.fault_proxy import FaultProxy
 
 SECRET = b"s" * 32
 
@@ -192,27 +193,49 @@ async def test_garbage_is_refused_and_hurts_nobody(garbage):
     await listener.close()
 
 
-async def test_a_forged_frame_closes_the_connection():
+@pytest.mark.parametrize("byte", [10, -1], ids=["64 KiB longer", "header"])
+async def test_a_changed_frame_closes_the_connection_at_once(byte):
+    """A wrong length too: the bytes it promises never come, whatever else the peer sends."""
     server, _, listener, conn = await pair()
-    frame = bytearray()
     original = conn._sock
 
     class Flip:
         def sendmsg(self, views):
             raw = bytearray(b"".join(views))
-            raw[-1] ^= 1
-            frame.extend(raw)
+            raw[byte] ^= 1
             return original.send(raw)
 
         def __getattr__(self, name):
             return getattr(original, name)
 
     conn._sock = Flip()
-    conn.post(Note("forged"))
-    assert "wrong MAC" in await server.closed
+    conn.post(Note("changed"))
+    async with asyncio.timeout(20):
+        assert "wrong MAC" in await server.closed
     conn._sock = original
     conn.close()
     await conn.wait_closed()
+    await listener.close()
+
+
+@pytest.mark.parametrize(
+    ("direction", "error"), [("to_server", "closed during"), ("to_client", "not a Halfmoon")]
+)
+async def test_a_greeting_of_changed_length_is_not_waited_for(direction, error):
+    _, client, listener, conn = await pair()
+    assert isinstance(listener.endpoint, Address)
+    async with FaultProxy(listener.endpoint) as proxy:
+        getattr(proxy, direction).flip_at = 1  # 256 bytes more
+        with pytest.raises((ConnectionLost, WireError), match=error):
+            await dial(
+                proxy.address,
+                client,
+                identity=who("other"),
+                secret=SECRET,
+                sends=SETS,
+                receives=SETS,
+            )
+    conn.close()
     await listener.close()
 
 

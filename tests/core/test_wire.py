@@ -24,7 +24,9 @@ from core.latency import LatencyProfile
 from core.messages import to_conductor, to_decode, to_gateway, to_pool, to_prefill
 from core.requests import FinishReason, PositionLogprobs, SamplingParams, TokenLogprob
 from core.wire import (
+    MAC_BYTES,
     MAX_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
     PRELUDE_BYTES,
     ErrorReply,
     FrameKind,
@@ -169,12 +171,13 @@ def test_golden_bytes_of_messages(messages, message, golden):
 KEY = b"k" * 32
 HEADER = b"\x91\xa1x"
 FRAME = (
-    "484d4631"  # HMF1
+    "484d4632"  # HMF2
     "01000000"  # kind, zeros
     "03000000"  # header bytes
     "2c010000"  # payload bytes
     "4d00000000000000"  # correlation
-    "59529c534d29ec622e91746c5b642fa3"  # MAC over counter, all of the above, and the header
+    "aacdfc9afdbb26f0"  # MAC over counter and all of the above
+    "373d5defb6d5fe57ea51e48ae74c91d7"  # MAC over the same and the header
     "91a178"
 )
 
@@ -182,47 +185,53 @@ FRAME = (
 def test_golden_bytes_of_a_frame():
     frame = seal(KEY, 5, FrameKind.REQUEST, 77, HEADER, 300)
     assert frame.hex() == FRAME
-    prelude = parse_prelude(frame[:PRELUDE_BYTES])
+    prelude = parse_prelude(KEY, 5, frame[:PRELUDE_BYTES])
     assert (prelude.kind, prelude.header_bytes, prelude.payload_bytes, prelude.correlation) == (
         FrameKind.REQUEST,
         3,
         300,
         77,
     )
-    verify(KEY, 5, prelude, frame[PRELUDE_BYTES:])
+    verify(prelude, frame[PRELUDE_BYTES:])
 
 
-@pytest.mark.parametrize("byte", [4, 8, 12, 16, 24, PRELUDE_BYTES, PRELUDE_BYTES + 2])
-def test_a_changed_frame_is_refused(byte):
+@pytest.mark.parametrize("bit", range(8 * (PRELUDE_BYTES - MAC_BYTES)))
+def test_a_changed_bit_before_the_header_is_refused_before_a_length_is_believed(bit):
+    frame = bytearray.fromhex(FRAME)
+    frame[bit // 8] ^= 1 << bit % 8
+    with pytest.raises(WireError, match=r"wrong MAC of a prelude|not a Halfmoon frame"):
+        parse_prelude(KEY, 5, frame[:PRELUDE_BYTES])
+
+
+@pytest.mark.parametrize("byte", range(PRELUDE_BYTES - MAC_BYTES, PRELUDE_BYTES + len(HEADER)))
+def test_a_changed_mac_or_header_is_refused(byte):
     frame = bytearray.fromhex(FRAME)
     frame[byte] ^= 1
-    prelude = parse_prelude(frame[:PRELUDE_BYTES])
+    prelude = parse_prelude(KEY, 5, frame[:PRELUDE_BYTES])
     with pytest.raises(AuthError):
-        verify(KEY, 5, prelude, frame[PRELUDE_BYTES:])
+        verify(prelude, frame[PRELUDE_BYTES:])
 
 
 @pytest.mark.parametrize(("key", "counter"), [(KEY, 6), (KEY, 4), (b"x" * 32, 5)])
 def test_a_repeated_lost_or_forged_frame_is_refused(key, counter):
-    frame = bytes.fromhex(FRAME)
     with pytest.raises(AuthError):
-        verify(key, counter, parse_prelude(frame[:PRELUDE_BYTES]), frame[PRELUDE_BYTES:])
+        parse_prelude(key, counter, bytes.fromhex(FRAME)[:PRELUDE_BYTES])
 
 
 @pytest.mark.parametrize(
-    ("start", "value", "reason"),
+    ("kind", "header", "payload_bytes", "reason"),
     [
-        (0, "484d4632", "not a Halfmoon frame"),
-        (4, "05", "unknown frame kind"),
-        (8, "01008000", "oversized"),
-        (12, "01000040", "oversized"),
+        (5, HEADER, 0, "unknown frame kind"),
+        (0, bytes(MAX_HEADER_BYTES + 1), 0, "oversized"),
+        (0, HEADER, MAX_PAYLOAD_BYTES + 1, "oversized"),
     ],
 )
-def test_a_prelude_out_of_bounds_is_refused_before_anything_is_read(start, value, reason):
-    frame = bytearray.fromhex(FRAME)
-    raw = bytes.fromhex(value)
-    frame[start : start + len(raw)] = raw
+def test_a_prelude_out_of_bounds_is_refused_before_anything_is_read(
+    kind, header, payload_bytes, reason
+):
+    frame = seal(KEY, 5, kind, 77, header, payload_bytes)
     with pytest.raises(WireError, match=reason):
-        parse_prelude(frame[:PRELUDE_BYTES])
+        parse_prelude(KEY, 5, frame[:PRELUDE_BYTES])
 
 
 class Colour(StrEnum):
