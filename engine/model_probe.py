@@ -67,7 +67,7 @@ def probe_layers(model: PreTrainedModel) -> LayerShape:
     one = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
         model(input_ids=one, position_ids=one, use_cache=False, halfmoon_step=probe)
-    except (UnsupportedAttentionError, TypeError) as error:
+    except (UnsupportedAttentionError, TypeError, AttributeError) as error:  # no mask to work on
         raise ModelRefused(f"{name} cannot use a paged KV cache: {error}") from error
     if [inputs.layer for inputs in probe.seen] != list(range(model.config.num_hidden_layers)):
         raise ModelRefused(f"{name}: not every layer has standard attention of its own")

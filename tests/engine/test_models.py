@@ -263,7 +263,7 @@ def test_reasons_fit_transformers_own_configurations():
         "falcon_mamba": "state-space",
         "qwen3_next": "linear_attention",
         "gemma3n_text": "shares K and V",
-        "falcon": "its own attention",
+        "bloom": "its own attention",
     }
     assert {m: word in str(reason(m)) for m, word in expected.items()} == dict.fromkeys(
         expected, True

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Phi3Config
+from transformers import DeepseekV3Config, FalconConfig, GptOssConfig, LlamaConfig, Phi3Config
 
 from core.errors import ConfigError, InvariantError
 from core.requests import SamplingParams
@@ -300,6 +300,10 @@ def test_models_whose_attention_is_of_another_kind_are_refused_by_name():
                               first_k_dense_replace=1)  # fmt: skip
     with pytest.raises(ModelRefused, match="different sizes"):
         probe_layers(tiny(latent))
+    for alibi in (False, True):  # no step reaches its attention; its bias is added to the mask
+        falcon = FalconConfig(**SMALL, num_attention_heads=2, multi_query=True, alibi=alibi)
+        with pytest.raises(ModelRefused, match="falcon cannot use a paged KV cache"):
+            probe_layers(tiny(falcon))
 
 
 def test_a_layer_that_hides_its_window_or_its_attention_is_refused():
