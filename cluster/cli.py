@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     # So that `with` blocks of checks and benchmarks stop the servers that they started.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        args = _parser(argv).parse_args(argv)
+        args = _parser(argv).parse_args(_complete_coupled(argv))
         command: Callable[[argparse.Namespace], int] = args.command
         return command(args)
     except ConfigError as error:
@@ -100,6 +100,19 @@ def _parser(argv: list[str]) -> argparse.ArgumentParser:
         tools = commands.add_parser(group, help=summary)
         _add_tools(tools, group, argv)
     return parser
+
+
+def _complete_coupled(argv: list[str]) -> list[str]:
+    """Give a `--coupled` before a MODEL its number, or argparse takes the MODEL for it."""
+    if argv[:1] not in (["serve"], ["config"]):
+        return argv
+    made = []
+    for word, following in zip(argv, [*argv[1:], "-"], strict=True):
+        made.append(word)
+        is_coupled = word.startswith("--cou") and "--coupled".startswith(word)
+        if is_coupled and not following.startswith("-") and not following.isdecimal():
+            made.append("1")
+    return made
 
 
 class _Version(argparse.Action):

@@ -59,6 +59,23 @@ def test_config_show_takes_flags_and_file(tmp_path, capsys):
     assert shown["coupled"]["workers"] == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "workers"),
+    [
+        (("--coupled", "some/model"), 1),
+        (("--coup", "some/model"), 1),
+        (("--coupled", "2", "some/model"), 2),
+        (("--coupled=2", "some/model"), 2),
+        (("some/model", "--coupled"), 1),
+        (("--coupled", "--port", "0", "some/model"), 1),
+    ],
+)
+def test_coupled_leaves_the_model_its_name(words, workers, capsys):
+    assert run("config", "show", *words) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert (shown["model"], shown["coupled"]["workers"]) == ("some/model", workers)
+
+
 def refused(capsys, *arguments: str) -> str:
     """Run a command that has to be refused before anything starts; return its one message."""
     assert run(*arguments) == 2
