@@ -211,6 +211,9 @@ class GatewaySection(_Section):
     max_inflight_requests: int = Field(
         default=1024, ge=1, description="Most requests at once (429 above)."
     )
+    max_connections: int = Field(
+        default=2048, ge=1, description="Most HTTP connections, idle ones too (503 above)."
+    )
     max_attempts: int = Field(default=8, ge=1, description="Most placements of one request.")
     place_timeout_s: Seconds = Field(
         default=10.0, description="Longest wait for the Conductor (then 503)."

@@ -87,6 +87,7 @@ class GatewayConfig:
     max_choices: int = 128
     max_prompts: int = 128
     max_inflight_requests: int = 1024
+    max_connections: int = 2048
     max_attempts: int = 8
     place_timeout_s: float = 10.0
     retry_window_s: float = 60.0

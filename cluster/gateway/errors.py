@@ -103,6 +103,17 @@ def unavailable(retry_after_s: float) -> ApiError:
     )
 
 
+def too_many_connections(retry_after_s: float) -> ApiError:
+    """Make the error for a connection over the limit."""
+    return ApiError(
+        503,
+        "The server has too many connections. Try again later.",
+        kind="server_error",
+        code="service_unavailable",
+        retry_after_s=retry_after_s,
+    )
+
+
 def internal(reference: str) -> ApiError:
     """Make the error for a fault of ours; `reference` finds it in the log."""
     return ApiError(

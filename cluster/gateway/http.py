@@ -20,7 +20,7 @@ from hashlib import blake2b, sha256
 from aiohttp import web
 from aiohttp.http_exceptions import LineTooLong
 
-from cluster.gateway.errors import ApiError, internal
+from cluster.gateway.errors import ApiError, internal, too_many_connections
 from cluster.gateway.metrics import Metrics
 from core.config import GatewayConfig
 from core.errors import ConfigError
@@ -28,6 +28,9 @@ from core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 128 << 10
+_MAX_SURPLUS = 128
+_SURPLUS_S = 1.0
+"""So many connections over the limit, for so long, are kept to be refused with an answer."""
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -84,17 +87,7 @@ class HttpServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port. Raises `ConfigError` when the address cannot be had."""
-        limit = self._config.max_header_bytes
-        server = _Server(
-            self._handle,
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=self._config.keep_alive_s,
-            max_line_size=limit,
-            max_field_size=limit,
-            lingering_time=0,
-            auto_decompress=False,
-        )
+        server = _Server(self._handle, self._config)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
@@ -129,6 +122,8 @@ class HttpServer:
             log.exception("request %s failed", request_id)
             response = error_response(internal(request_id), request_id)
             response.force_close()
+        if _is_surplus(request):
+            response.force_close()
         self._metrics.answered(response.status)
         return response
 
@@ -140,6 +135,9 @@ class HttpServer:
         path = request.raw_path.partition("?")[0]
         salt = ""
         if path not in self._open_paths:
+            if _is_surplus(request):
+                self._metrics.refused("connections_full")
+                raise too_many_connections(_SURPLUS_S)
             salt = self._keys.salt(request.headers.get("Authorization"))
         methods = self._routes.get(path)
         if methods is None:
@@ -172,13 +170,26 @@ def header_too_large(limit: int) -> ApiError:
     return ApiError(431, f"The headers may have at most {limit} bytes.")
 
 
+def _is_surplus(request: web.BaseRequest) -> bool:
+    return isinstance(request.protocol, _Protocol) and request.protocol.is_surplus
+
+
 class _Protocol(web.RequestHandler):
     """Answers malformed HTTP with our error body too, and bounds what the kernel buffers."""
 
-    __slots__ = ()
+    __slots__ = ("is_surplus",)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        assert isinstance(transport, asyncio.Transport)
+        assert isinstance(self._manager, _Server)
+        num_surplus = self._manager.num_surplus
+        self.is_surplus = num_surplus > 0
+        if num_surplus > _MAX_SURPLUS:
+            transport.abort()
+            return
+        if self.is_surplus:
+            asyncio.get_running_loop().call_later(_SURPLUS_S, transport.abort)
         # Left alone, it grows to several MB before a client that does not read is noticed.
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
@@ -207,7 +218,29 @@ class _Protocol(web.RequestHandler):
 
 
 class _Server(web.Server):
-    """Makes our protocol for each connection."""
+    """Makes our protocol for each connection, and counts those over `max_connections`."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        config: GatewayConfig,
+    ) -> None:
+        super().__init__(
+            handler,
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=config.keep_alive_s,
+            max_line_size=config.max_header_bytes,
+            max_field_size=config.max_header_bytes,
+            lingering_time=0,
+            auto_decompress=False,
+        )
+        self._max_connections = config.max_connections
+
+    @property
+    def num_surplus(self) -> int:
+        """Connections over the limit; negative below it."""
+        return len(self._connections) - self._max_connections
 
     def __call__(self) -> web.RequestHandler:
         return _Protocol(self, loop=self._loop, **self._kwargs)

@@ -7,8 +7,10 @@ import contextlib
 import json
 from typing import Any
 
+import aiohttp
 import pytest
 
+from cluster.gateway import http
 from core.hashing import extend_block_hashes, join_hashes
 from tests.gateway.client import CHAT, COMPLETIONS, answer, ask, body
 from tests.gateway.cluster import config, hash_root, ids, running
@@ -234,6 +236,39 @@ async def test_too_many_requests_in_flight(tmp_path):
         prefill.script.go.set()
         await first
         assert await answer(cluster, COMPLETIONS, "a")
+
+
+async def test_connections_over_the_limit_are_refused_and_closed(tmp_path):
+    """503 with Retry-After, whatever is asked but `/health`; a place that is given up is free."""
+    async with running(tmp_path, config(max_connections=1)) as cluster:
+        async with cluster.session.get("/version") as response:
+            assert response.status == 200  # and the session keeps its connection
+        made = json.dumps(body(COMPLETIONS, "a"))
+        head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(made)}\r\n\r\n"
+        refused = await raw(cluster, (head + made).encode())
+        status, error = error_of(refused)
+        assert (status, error["type"]) == (503, "server_error")
+        assert b"\r\nRetry-After: 1\r\n" in refused
+        alive = await raw(cluster, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert alive.startswith(b"HTTP/1.1 200 ")
+        assert await raw(cluster, b"") == b""  # says nothing, and is closed all the same
+        assert await answer(cluster, COMPLETIONS, "a")
+        await cluster.session.close()
+        cluster.session = aiohttp.ClientSession(cluster.url)
+        async with asyncio.timeout(5):
+            while (await ask(cluster, COMPLETIONS, body(COMPLETIONS, "a")))[0] == 503:
+                pass
+        await cluster.session.close()
+
+
+async def test_far_over_the_limit_connections_are_not_even_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_MAX_SURPLUS", 0)
+    async with running(tmp_path, config(max_connections=1)) as cluster:
+        await ask(cluster, COMPLETIONS, body(COMPLETIONS, "a"))
+        answered = b""
+        with contextlib.suppress(ConnectionError):
+            answered = await raw(cluster, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert answered == b""
 
 
 async def test_no_worker_is_503_with_retry_after(tmp_path):
