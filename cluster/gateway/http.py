@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from hashlib import blake2b, sha256
 
 from aiohttp import web
-from aiohttp.http_exceptions import LineTooLong
+from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
 from cluster.gateway.errors import ApiError, internal, too_many_connections
 from cluster.gateway.metrics import Metrics
@@ -28,6 +28,7 @@ from core.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _SEND_BUFFER_BYTES = 128 << 10
+_MAX_HEADERS = 128
 _MAX_SURPLUS = 128
 _SURPLUS_S = 1.0
 """So many connections over the limit, for so long, are kept to be refused with an answer."""
@@ -167,7 +168,7 @@ def error_response(error: ApiError, request_id: str) -> web.Response:
 
 def header_too_large(limit: int) -> ApiError:
     """Make the error for headers over the limit."""
-    return ApiError(431, f"The headers may have at most {limit} bytes.")
+    return ApiError(431, f"The headers may have at most {limit} bytes in {_MAX_HEADERS} lines.")
 
 
 def _is_surplus(request: web.BaseRequest) -> bool:
@@ -201,7 +202,9 @@ class _Protocol(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        if isinstance(exc, LineTooLong):
+        # aiohttp has no class of its own for too many lines.
+        is_many = isinstance(exc, BadHttpMessage) and exc.message.startswith("Too many headers")
+        if is_many or isinstance(exc, LineTooLong):
             error = header_too_large(self.max_field_size)
         elif status < 500:
             error = ApiError(status, "The request is not valid HTTP.")
@@ -232,6 +235,7 @@ class _Server(web.Server):
             keepalive_timeout=config.keep_alive_s,
             max_line_size=config.max_header_bytes,
             max_field_size=config.max_header_bytes,
+            max_headers=_MAX_HEADERS,
             lingering_time=0,
             auto_decompress=False,
         )
