@@ -172,10 +172,8 @@ async def test_large_headers_are_refused(cluster):
     one = f"GET /health HTTP/1.1\r\nHost: x\r\nA: {'a' * 20_000}\r\n\r\n"
     many = "GET /health HTTP/1.1\r\nHost: x\r\n" + f"B: {'b' * 1000}\r\n" * 20 + "\r\n"
     many = many.replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n")
-    short = [
-        "GET /health HTTP/1.1\r\nHost: x\r\n" + "C: c\r\n" * n + "\r\n" for n in (200, 160_000)
-    ]
-    for request in (one, many, *short):
+    short = "GET /health HTTP/1.1\r\nHost: x\r\n" + "C: c\r\n" * 200 + "\r\n"
+    for request in (one, many, short):
         assert error_of(await raw(cluster, request.encode()))[0] == 431
 
 
