@@ -102,8 +102,10 @@ class Api:
     # --- generation ---
 
     async def _completions(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        body = await self._bodies.read(request)
-        call = read_completion(body, self._config, self._tokenizer.vocab_size)
+        call = await self._bodies.read(
+            request,
+            lambda body: read_completion(body, self._config, self._tokenizer.vocab_size),
+        )
         self._metrics.ignored_fields(len(call.unknown))
         options = call.options
         salt = tenant_salt(caller.salt, options.cache_salt)
@@ -118,8 +120,9 @@ class Api:
             return await self._run(request, caller, prompts, options, made, "prompt", call.echo)
 
     async def _chat(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        body = await self._bodies.read(request)
-        call = read_chat(body, self._config, self._tokenizer.vocab_size)
+        call = await self._bodies.read(
+            request, lambda body: read_chat(body, self._config, self._tokenizer.vocab_size)
+        )
         self._metrics.ignored_fields(len(call.unknown))
         options = call.options
         salt = tenant_salt(caller.salt, options.cache_salt)
@@ -215,23 +218,7 @@ class Api:
     # --- tokens ---
 
     async def _tokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        fields = Fields(await self._bodies.read(request))
-        check_model(fields, self._config.model_name)
-        if fields.get("messages") is not None:
-            messages = read_messages(fields)
-            add_prompt = fields.boolean("add_generation_prompt", True)
-
-            def work() -> Sequence[int]:
-                made = self._preparer.chat(messages, add_generation_prompt=add_prompt, salt="")
-                return made.token_ids
-        else:
-            text = fields.text("prompt", self._config.max_body_bytes)
-            if text is None:
-                raise invalid("prompt", "`prompt` or `messages` is needed.")
-            add_special = fields.boolean("add_special_tokens", True)
-
-            def work() -> Sequence[int]:
-                return self._preparer.encode("prompt", text, add_special_tokens=add_special)
+        work = await self._bodies.read(request, self._read_tokenize)
 
         def answer() -> dict[str, object]:
             token_ids = work()
@@ -245,19 +232,38 @@ class Api:
         with self._admission(1):
             return _json(await self._in_thread(answer), caller)
 
-    async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
-        fields = Fields(await self._bodies.read(request))
+    def _read_tokenize(self, body: dict[str, object]) -> Callable[[], Sequence[int]]:
+        """Return what tokenises. Raises `ApiError`."""
+        fields = Fields(body)
         check_model(fields, self._config.model_name)
-        if fields.get("tokens") is None:
-            raise invalid("tokens", "`tokens` is needed.")
-        items = fields.items("tokens", MAX_DETOKENIZE_CONTEXTS * self._config.max_model_len)
-        bound = self._tokenizer.vocab_size - 1
-        token_ids = [check_integer("tokens", item, 0, bound) for item in items]
+        if fields.get("messages") is not None:
+            messages = read_messages(fields)
+            add_prompt = fields.boolean("add_generation_prompt", True)
+            return lambda: (
+                self._preparer.chat(messages, add_generation_prompt=add_prompt, salt="").token_ids
+            )
+        text = fields.text("prompt", self._config.max_body_bytes)
+        if text is None:
+            raise invalid("prompt", "`prompt` or `messages` is needed.")
+        add_special = fields.boolean("add_special_tokens", True)
+        return lambda: self._preparer.encode("prompt", text, add_special_tokens=add_special)
+
+    async def _detokenize(self, request: web.BaseRequest, caller: Caller) -> web.StreamResponse:
+        token_ids = await self._bodies.read(request, self._read_detokenize)
         with self._admission(1):
             text = await self._in_thread(
                 lambda: self._tokenizer.decode(token_ids, skip_special_tokens=False)
             )
         return _json({"prompt": text}, caller)
+
+    def _read_detokenize(self, body: dict[str, object]) -> list[int]:
+        fields = Fields(body)
+        check_model(fields, self._config.model_name)
+        if fields.get("tokens") is None:
+            raise invalid("tokens", "`tokens` is needed.")
+        items = fields.items("tokens", MAX_DETOKENIZE_CONTEXTS * self._config.max_model_len)
+        bound = self._tokenizer.vocab_size - 1
+        return [check_integer("tokens", item, 0, bound) for item in items]
 
     # --- about the server ---
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -11,7 +13,8 @@ from cluster.gateway.fields import parse_json
 from core.config import GatewayConfig
 
 _INLINE_PARSE_BYTES = 64 << 10
-"""Larger bodies are parsed in a thread."""
+"""Larger bodies are parsed and validated in a thread."""
+_T = TypeVar("_T")
 
 
 class BodyReader:
@@ -21,13 +24,19 @@ class BodyReader:
         self._config = config
         self._timeout_s = timeout_s
 
-    async def read(self, request: web.BaseRequest) -> dict[str, object]:
-        """Read and parse the body within all limits. Raises `ApiError`."""
+    async def read(
+        self, request: web.BaseRequest, validate: Callable[[dict[str, object]], _T]
+    ) -> _T:
+        """Read and parse the body within all limits; return what `validate` makes of it.
+
+        `validate` may run in a thread. Raises `ApiError`.
+        """
         raw = await self._read_body(request)
-        depth = self._config.max_json_depth
-        if len(raw) <= _INLINE_PARSE_BYTES:
-            return parse_json(raw, depth)
-        return await asyncio.to_thread(parse_json, raw, depth)
+
+        def work() -> _T:
+            return validate(parse_json(raw, self._config.max_json_depth))
+
+        return work() if len(raw) <= _INLINE_PARSE_BYTES else await asyncio.to_thread(work)
 
     async def _read_body(self, request: web.BaseRequest) -> bytes:
         content_type = request.headers.get("Content-Type")

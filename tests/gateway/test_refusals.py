@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
 from cluster.gateway.errors import ApiError
-from cluster.gateway.fields import parse_json
+from cluster.gateway.fields import Fields, parse_json
 from tests.gateway.client import CHAT, COMPLETIONS, answer, ask, body, text_of
 from tests.gateway.cluster import TOKENIZER, config, running
 
@@ -342,3 +343,28 @@ async def test_b20_a_text_that_can_never_fit_is_not_tokenised(cluster, monkeypat
     assert answered["error"]["code"] == "context_length_exceeded"
     assert f"at least {LIMIT + 1} tokens" in answered["error"]["message"] or path == CHAT
     assert not encoded
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a"}] * 10_000}),
+        (COMPLETIONS, {"prompt": [1] * 100_000}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a"}] * 10_000}),
+        ("/detokenize", {"tokens": [1] * 100_000}),
+    ],
+)
+async def test_large_bodies_are_validated_off_the_loop(cluster, monkeypatch, path, fields):
+    """Else one client's long list would hold up every other client's tokens."""
+    threads = set()
+    get = Fields.get
+
+    def noted(self: Fields, name: str) -> object:
+        threads.add(threading.current_thread())
+        return get(self, name)
+
+    monkeypatch.setattr(Fields, "get", noted)
+    status, _ = await ask(cluster, path, fields)
+    assert status == 400
+    assert threads
+    assert threading.current_thread() not in threads

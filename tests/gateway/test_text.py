@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import string
+import sys
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -211,3 +213,22 @@ def test_the_matcher_holds_no_more_than_it_must():
     assert matcher.num_held == 3
     assert matcher.feed("x") == []
     assert matcher.num_held == 0
+
+
+def test_others_run_while_a_long_text_is_tokenised():
+    order = []
+
+    def encode() -> None:
+        BYTE_LEVEL.encode("hello world " * 20_000, add_special_tokens=False)
+        order.append("encoded")
+
+    thread = threading.Thread(target=encode)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1000)  # so that nobody runs but when the tokenizer lets go
+    try:
+        thread.start()
+        order.append("others")
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert order == ["others", "encoded"]
