@@ -353,7 +353,8 @@ class Conductor:
     def _reject(
         self, event: PlacementRequested, reason: str, overload: Overload | None
     ) -> list[Action]:
-        self.num_rejected += 1
+        if overload is not None:  # the others are asked again: their requests are not refused
+            self.num_rejected += 1
         rejection = Rejection(
             epoch=self.epoch,
             reason=reason,

@@ -288,10 +288,12 @@ def test_a_draining_worker_gets_nothing_new():
 
 
 def test_nobody_to_serve_is_no_overload():
-    rejection = Cluster(epoch=4).ask(1, 100)
+    cluster = Cluster(epoch=4)
+    rejection = cluster.ask(1, 100)
     assert isinstance(rejection, Rejection)
     assert (rejection.epoch, rejection.overloaded) == (4, False)
     assert rejection.retry_after_s > 0
+    assert cluster.conductor.state(0.0).num_rejected == 0, "it will be asked again"
 
 
 def test_objectives_reject_first_attempts_only_and_charge_nothing():
