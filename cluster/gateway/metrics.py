@@ -17,11 +17,15 @@ from cluster.request_events import (
 )
 from core.messages.to_conductor import ClusterState
 from core.messages.to_gateway import PrefillStats
+from core.requests import FinishReason
 
 _SECONDS = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 )  # fmt: skip
+_SOURCES = ("local_compute", "local_cache_hit", "external_kv_transfer")
+_REJECTIONS = ("connections_full", "gateway_full", "overloaded", "never_fits")
+_FAILURES = ("unavailable", "engine_failed", "client_gone")
 _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
@@ -77,15 +81,37 @@ class Metrics:
         self._migrations = counter("halfmoon_migrations", "Requests continued elsewhere.")
         self._rejections = counter("halfmoon_rejections", "Requests refused.", "reason")
         self._failures = counter("halfmoon_failed_requests", "Requests failed.", "reason")
-        self._placements = counter("halfmoon_placements", "Placements.", "reason")
+        self._placements = counter("halfmoon_placements", "Placements.", "policy")
         self._unknown = counter("halfmoon_unknown_fields", "Request fields that were ignored.")
         self._responses = counter("halfmoon_http_responses", "HTTP answers.", "status")
-        for always in (self._preemptions, self._generated):  # 0 is a figure too
-            always.labels(model_name, "decode")
-        self._migrations.labels(model_name, "gateway")
-        self._recomputed.labels(model_name, "prefill")
+        self._show_zeros()
         self._generated_by_decode = self._generated.labels(model_name, "decode")
         self._itl_of_decode = self._itl.labels(model_name, "decode")
+
+    def _show_zeros(self) -> None:
+        """Show all that can be counted from the start: a rate needs the 0 before the first."""
+        for of_prefill in (
+            self._cache_queries,
+            self._cache_hits,
+            self._pool_queries,
+            self._pool_hits,
+            self._prompt_tokens,
+            self._recomputed,
+            self._generated,
+        ):
+            of_prefill.labels(self._model, "prefill")
+        for of_decode in (self._preemptions, self._generated):
+            of_decode.labels(self._model, "decode")
+        for of_gateway in (self._migrations, self._unknown):
+            of_gateway.labels(self._model, "gateway")
+        for labelled, role, values in (
+            (self._by_source, "prefill", _SOURCES),
+            (self._success, "decode", tuple(FinishReason)),
+            (self._rejections, "gateway", _REJECTIONS),
+            (self._failures, "gateway", _FAILURES),
+        ):
+            for value in values:
+                labelled.labels(self._model, role, str(value))
 
     # --- what happens ---
 
@@ -102,9 +128,9 @@ class Metrics:
         """Count a request refused by the gateway itself."""
         self._rejections.labels(self._model, "gateway", reason).inc()
 
-    def placed(self, reason: str) -> None:
-        """Count a placement. `reason` is the policy's name, not its story: labels are bounded."""
-        self._placements.labels(self._model, "gateway", reason).inc()
+    def placed(self, policy: str) -> None:
+        """Count a placement by the policy that chose it."""
+        self._placements.labels(self._model, "gateway", policy).inc()
 
     def migrated(self) -> None:
         """Count an attempt after the first."""

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.gateway.metrics import Metrics
+from cluster.request_events import (
+    Abandoned,
+    EndRequest,
+    EngineFailed,
+    Finished,
+    NeverFits,
+    Overloaded,
+    Unavailable,
+)
 from core.ids import Address, Incarnation
 from core.messages.to_conductor import (
     ClusterState,
@@ -19,6 +31,7 @@ from core.messages.to_conductor import (
     WorkerReport,
     WorkerState,
 )
+from core.requests import FinishReason
 from tests.gateway.cluster import running
 
 ORDER = ("role", "worker", "tier", "state", "source", "destination")
@@ -111,6 +124,68 @@ def test_every_figure_of_the_cluster():
         ("halfmoon_transfer_seconds_total", *fetched): 0.25,
         ("halfmoon_directory_gaps_total", "conductor"): 10,
         ("halfmoon_indexed_blocks", "conductor"): 7,
+    }
+
+
+def documented() -> dict[str, tuple[set[str], set[str]]]:
+    """By metric of our own: its further labels, and the values that the last column names."""
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = text[text.index("| `halfmoon_…`") :].partition("\n\n")[0]
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    for line in table.splitlines()[2:]:
+        names, labels, meaning = (re.findall("`([^`]*)`", cell) for cell in line.split("|")[1:4])
+        found |= {f"halfmoon_{name}": (set(labels), set(meaning)) for name in names}
+    return found
+
+
+def our_samples(metrics: Metrics) -> dict[str, list[dict[str, str]]]:
+    """The labels of each sample; the times of creation that the library adds are left out."""
+    found: dict[str, list[dict[str, str]]] = {}
+    for family in text_string_to_metric_families(metrics.render().decode()):
+        for sample in family.samples:
+            if sample.name.startswith("halfmoon_") and not sample.name.endswith("_created"):
+                found.setdefault(sample.name, []).append(sample.labels)
+    return found
+
+
+def test_the_operators_table_is_what_is_shown():
+    metrics, table = Metrics("m"), documented()
+    fresh = our_samples(metrics)
+    for name, (labels, values) in table.items():
+        if labels == {"reason"}:
+            assert values == {sample["reason"] for sample in fresh[name]}, name
+    metrics.set_workers(STATE)
+    metrics.placed("halfmoon")
+    metrics.answered(200)
+    shown = our_samples(metrics)
+    assert shown.keys() == table.keys()
+    for name, samples_of in shown.items():
+        expected = {"model_name", "role", *table[name][0]}
+        assert all(set(labels) == expected for labels in samples_of), name
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        *map(Finished, FinishReason),
+        NeverFits(), Overloaded(1.0), Unavailable(1.0), EngineFailed(), Abandoned(),
+    ],
+)  # fmt: skip
+def test_every_end_is_counted_where_a_zero_was_shown(outcome):
+    metrics = Metrics("m")
+    before = counters(metrics)
+    metrics.ended(EndRequest(outcome, "", 1), 1, 1.0, None)
+    after = counters(metrics)
+    assert after.keys() == before.keys()
+    assert sum(after.values()) == sum(before.values()) + 1
+
+
+def counters(metrics: Metrics) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        if family.type == "counter"
+        for sample in family.samples
     }
 
 
