@@ -44,7 +44,7 @@ def plan(config: Config, info: ModelInfo, machine: Machine, api_keys: Sequence[s
     block_bytes = _block_bytes(engine, info)
     pools = _pools(config, engine, info, block_bytes)
     workers = _workers(config, engine, machine)
-    _check_memory(config, info, workers, machine)
+    _check_memory(config, info, workers, machine, _least_pool_bytes(engine, block_bytes))
     conductor = _pick(
         ConductorConfig,
         config.scheduler,
@@ -193,11 +193,11 @@ def _pools(
     config: Config, engine: EnginePlan, info: ModelInfo, block_bytes: int
 ) -> tuple[PoolPlan, ...]:
     num_slots = config.pool.memory // block_bytes
-    needed = -(-engine.max_model_len // engine.block_size)
-    if num_slots < needed:
+    least_bytes = _least_pool_bytes(engine, block_bytes)
+    if num_slots * block_bytes < least_bytes:
         raise ConfigError(
             f"`pool.memory` is {show_bytes(config.pool.memory)}: one request of `max_model_len` = "
-            f"{engine.max_model_len} tokens needs {show_bytes(needed * block_bytes)} there; set "
+            f"{engine.max_model_len} tokens needs {show_bytes(least_bytes)} there; set "
             "`pool.memory` to at least that, or a smaller `max_model_len`"
         )
     node = _pick(
@@ -209,6 +209,11 @@ def _pools(
         segment_bytes=max(config.pool.segment_bytes, block_bytes),
     )
     return tuple(PoolPlan(f"pool-{i}", node) for i in range(config.hosts))
+
+
+def _least_pool_bytes(engine: EnginePlan, block_bytes: int) -> int:
+    """Return what one request of the greatest length takes."""
+    return -(-engine.max_model_len // engine.block_size) * block_bytes
 
 
 def _workers(config: Config, engine: EnginePlan, machine: Machine) -> tuple[WorkerPlan, ...]:
@@ -267,25 +272,39 @@ def _with_cores(
 
 
 def _check_memory(
-    config: Config, info: ModelInfo, workers: Sequence[WorkerPlan], machine: Machine
+    config: Config,
+    info: ModelInfo,
+    workers: Sequence[WorkerPlan],
+    machine: Machine,
+    least_pool_bytes: int,
 ) -> None:
     """Refuse what cannot fit, before anything is started. A GPU's own memory is not looked at."""
     pool_bytes = config.hosts * config.pool.memory
-    worker_bytes = sum(
+    needed = [
         memory_needed_bytes(info, w.engine.num_blocks, w.engine.block_size)
         for w in workers
         if w.engine.device == "cpu" and w.engine.kind == "transformers"
-    )
-    left = machine.available_bytes - worker_bytes
-    if pool_bytes <= left:
+    ]
+    if pool_bytes + sum(needed) <= machine.available_bytes:
         return
     wanted = f"{config.hosts} x {show_bytes(config.pool.memory)}"
-    if left > config.hosts * (64 << 20):
-        fix = f"set `pool.memory` to {show_bytes(left // config.hosts)} or less (--pool-memory)"
-    else:
-        fix = "use fewer workers, a smaller `max_model_len`, or a smaller model"
+    fixes = []
+    pool = (machine.available_bytes - sum(needed)) // config.hosts
+    if pool >= least_pool_bytes:
+        fixes.append(f"set `pool.memory` to {show_bytes(pool)} or less (--pool-memory)")
+    if len(needed) > config.hosts and not config.coupled.workers:
+        pool = machine.available_bytes // config.hosts - max(needed)
+        if pool >= least_pool_bytes:
+            less = "" if pool >= config.pool.memory else f" and --pool-memory {show_bytes(pool)}"
+            fixes.append(
+                f"start {config.hosts} worker(s) that do both, with --coupled {config.hosts}{less} "
+                "in place of --prefill and --decode"
+            )
+    fix = ", or ".join(
+        fixes or ["use fewer workers, a smaller `max_model_len`, or a smaller model"]
+    )
     raise ConfigError(
-        f"too little memory: the pool needs {wanted} and the workers {show_bytes(worker_bytes)}, "
+        f"too little memory: the pool needs {wanted} and the workers {show_bytes(sum(needed))}, "
         f"but {show_bytes(machine.available_bytes)} are available; {fix}"
     )
 

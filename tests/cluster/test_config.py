@@ -1,5 +1,6 @@
 """Configuration: what is read, refused and printed, and what is made of it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -203,6 +204,27 @@ def test_coupled_workers_replace_the_others_unless_they_are_asked_for():
 def test_what_cannot_work_is_refused_with_the_fix(overrides, hint):
     with pytest.raises(ConfigError, match=hint):
         plan_for(load_config(None, {"hosts": 2, **overrides}))
+
+
+@pytest.mark.parametrize(
+    ("available_mib", "overrides"),
+    [(4500, {}), (3000, {}), (2400, {}), (6000, {"hosts": 2, "decode.workers": 2})],
+)
+def test_what_is_advised_for_too_little_memory_works(available_mib, overrides):
+    machine = replace(MACHINE, available_bytes=available_mib << 20)
+    with pytest.raises(ConfigError, match=r"too little memory.*--coupled") as caught:
+        plan_for(load_config(None, overrides), machine)
+    smaller = re.search(r"`pool.memory` to (\S+) or less", str(caught.value))
+    coupled = re.search(r"--coupled (\d+)(?: and --pool-memory (\S+))? in", str(caught.value))
+    advised: list[dict[str, object]] = []
+    if smaller:
+        advised.append({**overrides, "pool.memory": smaller[1]})
+    assert coupled
+    without = {k: v for k, v in overrides.items() if not k.startswith(("prefill", "decode"))}
+    pool = {"pool.memory": coupled[2]} if coupled[2] else {}
+    advised.append({**without, "coupled.workers": int(coupled[1]), **pool})
+    for changed in advised:
+        assert plan_for(load_config(None, changed), machine).workers
 
 
 @pytest.mark.parametrize(
