@@ -133,8 +133,8 @@ def _error(outcome: Outcome) -> ApiError:
             return ApiError(
                 500, "The model failed on this request.", kind="server_error", code="server_error"
             )
-        case Abandoned():
-            return errors.unavailable(1.0)
+        case Abandoned():  # a client that is still there to read it was left by us
+            return errors.shutting_down(1.0)
         case Finished():
             raise AssertionError("a finished choice is no error")
         case _:

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from cluster.gateway.errors import shutting_down
 from cluster.gateway.metrics import Metrics
 from cluster.request_events import (
     Action,
@@ -161,6 +162,7 @@ class Dispatcher:
         self._live: dict[RequestId, _Live] = {}
         self._counter = itertools.count(1)
         self._last_token_s = 0.0
+        self._is_stopping = False
         self._ended: deque[AttemptEnded] = deque(maxlen=MAX_REPEATED_ENDS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._link = ConductorLink(
@@ -189,6 +191,7 @@ class Dispatcher:
 
     async def stop(self) -> None:
         """Cancel every request at the workers, close all connections, end all tasks."""
+        self._is_stopping = True
         for live in list(self._live.values()):
             self._feed(live, ClientGone(self._now_s()))
         for task in self._tasks:
@@ -229,7 +232,12 @@ class Dispatcher:
     def submit(
         self, choices: Sequence[tuple[SpecFactory, OutputText]], generation: Generation
     ) -> None:
-        """Start one request per choice; their outputs come through `generation`."""
+        """Start one request per choice; their outputs come through `generation`.
+
+        Raises `ApiError` 503 once `stop` was called.
+        """
+        if self._is_stopping:
+            raise shutting_down(1.0)
         now_s = self._now_s()
         started = []
         for index, (make_spec, text) in enumerate(choices):

@@ -103,6 +103,17 @@ def unavailable(retry_after_s: float) -> ApiError:
     )
 
 
+def shutting_down(retry_after_s: float) -> ApiError:
+    """Make the error for a request that the end of this gateway cuts off."""
+    return ApiError(
+        503,
+        "The server is shutting down.",
+        kind="server_error",
+        code="service_unavailable",
+        retry_after_s=retry_after_s,
+    )
+
+
 def too_many_connections(retry_after_s: float) -> ApiError:
     """Make the error for a connection over the limit."""
     return ApiError(

@@ -318,3 +318,23 @@ async def test_stopping_the_gateway_cancels_at_the_workers(tmp_path):
             status, _ = await asking
             assert status == 503
         await until(decode.was_cancelled)
+
+
+async def test_a_stream_cut_off_by_the_gateways_end_says_so(tmp_path):
+    """One error event of the usual shape, and no `[DONE]`; a request that comes now gets 503."""
+    async with running(tmp_path) as cluster:
+        cluster.workers[1].script.pause_at = 2
+        made = body(COMPLETIONS, TEXT, stream=True)
+        async with cluster.session.post(COMPLETIONS, json=made) as response:
+            first = await response.content.readuntil(b"\n\n")
+            await cluster.gateway.dispatcher.stop()
+            streamed = parse((first + await response.content.read()).decode())
+        expected = {
+            "message": "The server is shutting down.",
+            "type": "server_error",
+            "param": None,
+            "code": "service_unavailable",
+        }
+        assert streamed.errors == [{"error": expected}]
+        assert not streamed.done
+        assert await ask(cluster, COMPLETIONS, made) == (503, {"error": expected})
