@@ -60,27 +60,50 @@ static void write_kv(const attention_call *c) {
         }
 }
 
-/* logits[t] = q . keys[t] for LANES tokens with stride `dim`, a multiple of LANES. */
-ALWAYS_INLINE void dot_lanes(const float *q, const float *keys, int64_t dim, float *logits) {
-    vec sums[LANES];
-#pragma GCC unroll 16
-    for (int t = 0; t < LANES; t++) sums[t] = splat(0.0f);
+#define DOT_ROWS 3 /* with DOT_TOKENS: 12 sums, 3 queries and a key fill 16 registers */
+#define DOT_TOKENS 4
+
+/* logits[r][t] = q[r] . keys[t]; rows and tokens (1 or DOT_TOKENS) constant, dim a multiple of
+ * LANES. A logit's bits do not depend on the tile that it is computed in. */
+ALWAYS_INLINE void dot_tile(const int rows, const int tokens, const float *q, int64_t ldq,
+                            const float *keys, int64_t dim, float *logits) {
+    vec sums[DOT_ROWS][DOT_TOKENS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++) sums[r][t] = splat(0.0f);
     for (int64_t d = 0; d < dim; d += LANES) {
-        vec part = load(q + d);
-#pragma GCC unroll 16
-        for (int t = 0; t < LANES; t++) sums[t] += part * load(keys + t * dim + d);
+        vec part[DOT_ROWS];
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; r++) part[r] = load(q + r * ldq + d);
+#pragma GCC unroll 8
+        for (int t = 0; t < tokens; t++) {
+            vec key = load(keys + t * dim + d);
+            KEEP_LOAD_HERE;
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; r++) sums[r][t] += part[r] * key;
+        }
     }
 #pragma GCC unroll 8
-    for (int width = LANES / 2; width > 0; width /= 2)
-#pragma GCC unroll 8
-        for (int i = 0; i < width; i++) sums[i] = add_pairs(sums[2 * i], sums[2 * i + 1]);
-    store(logits, sums[0]);
+    for (int r = 0; r < rows; r++) {
+        vec *s = sums[r];
+        if (tokens == 1)
+            logits[r * KEY_TILE] = sum_lanes(s[0]);
+        else
+            *(vec4 *)(logits + r * KEY_TILE) = sum_each(s[0], s[1], s[2], s[3]);
+    }
 }
 
-static float dot(const float *a, const float *b, int64_t n) {
-    float total = 0.0f;
-    for (int64_t i = 0; i < n; i++) total += a[i] * b[i];
-    return total;
+/* `dot_tile` for any number of rows. */
+ALWAYS_INLINE void dot_rows(int64_t rows, const int tokens, const float *q, int64_t ldq,
+                            const float *keys, int64_t dim, float *logits) {
+    int64_t r = 0;
+    for (; r + DOT_ROWS <= rows; r += DOT_ROWS)
+        dot_tile(DOT_ROWS, tokens, q + r * ldq, ldq, keys, dim, logits + r * KEY_TILE);
+    if (rows - r == 2)
+        dot_tile(2, tokens, q + r * ldq, ldq, keys, dim, logits + r * KEY_TILE);
+    else if (rows - r == 1)
+        dot_tile(1, tokens, q + r * ldq, ldq, keys, dim, logits + r * KEY_TILE);
 }
 
 /* Tokens from `position` on that lie in one block, at most up to `end`. */
@@ -107,11 +130,12 @@ static void gather_tile(const attention_call *c, const item *it, scratch *s, int
     }
 }
 
-/* Ask for part `part` of `parts` of what the next tile reads. A few lines between two pieces of
- * arithmetic: more at once would wait for the memory instead of overlapping with it. */
-static void prefetch_part(const float *from, int64_t floats, int64_t part, int64_t parts) {
+/* Ask for parts [part, end) of `parts` of what the next tile reads. A few lines between two pieces
+ * of arithmetic: more at once would wait for the memory instead of overlapping with it. */
+static void prefetch_part(const float *from, int64_t floats, int64_t part, int64_t end,
+                          int64_t parts) {
     int64_t lines = floats / 16;
-    for (int64_t i = lines * part / parts; i < lines * (part + 1) / parts; i++)
+    for (int64_t i = lines * part / parts; i < lines * end / parts; i++)
         __builtin_prefetch(from + i * 16, 0, 2);
 }
 
@@ -138,14 +162,14 @@ static void few_logits(const attention_call *c, const item *it, scratch *s, int6
         run = run_length(c, position, end);
         const float *keys = token_of(c, it, position, 0);
         const float *ahead = token_ahead(c, it, &s->next, position, 0);
-        for (int64_t r = 0; r < it->rows; r++) {
-            if (ahead) prefetch_part(ahead, floats_ahead(c), r, it->rows);
-            const float *q = s->q + r * s->width;
-            float *logits = s->probs + r * KEY_TILE + (position - from);
-            int64_t t = 0;
-            if (dim % LANES == 0)
-                for (; t + LANES <= run; t += LANES) dot_lanes(q, keys + t * dim, dim, logits + t);
-            for (; t < run; t++) logits[t] = dot(q, keys + t * dim, dim);
+        for (int64_t t = 0, tokens; t < run; t += tokens) {
+            tokens = run - t < DOT_TOKENS ? 1 : DOT_TOKENS;
+            float *logits = s->probs + (position - from) + t;
+            if (ahead) prefetch_part(ahead, floats_ahead(c), t, t + tokens, run);
+            if (tokens == DOT_TOKENS)
+                dot_rows(it->rows, DOT_TOKENS, s->q, s->width, keys + t * dim, dim, logits);
+            else
+                dot_rows(it->rows, 1, s->q, s->width, keys + t * dim, dim, logits);
         }
     }
 }
@@ -154,7 +178,8 @@ static void few_logits(const attention_call *c, const item *it, scratch *s, int6
 static void many_logits(const attention_call *c, const item *it, scratch *s, int64_t count) {
     int64_t dim = c->head_dim;
     for (int64_t p = 0; p * PANEL < count; p += TILE_PANELS) {
-        panels b = {s->keys + p * dim * PANEL, PANEL, dim * PANEL};
+        const float *keys = s->keys + p * dim * PANEL;
+        panels b = {keys, PANEL, dim * PANEL, keys};
         multiply_panels(it->rows, TILE_PANELS, s->q, s->width, b, dim, s->probs + p * PANEL,
                         KEY_TILE, 0);
     }
@@ -205,9 +230,9 @@ static void add_values(const attention_call *c, const item *it, scratch *s, cons
                        const float *values, int64_t stride, int64_t count, const float *ahead) {
     const int64_t step = TILE_PANELS * PANEL;
     for (int64_t d = 0; d < s->width; d += step) {
-        panels b = {values + d, stride, PANEL};
+        panels b = {values + d, stride, PANEL, values + d};
         int64_t left = (s->width - d) / PANEL;
-        if (ahead) prefetch_part(ahead, floats_ahead(c), d / step, (s->width + step - 1) / step);
+        if (ahead) prefetch_part(ahead, floats_ahead(c), d, d + step, s->width);
         multiply_panels(it->rows, (int)(left < TILE_PANELS ? left : TILE_PANELS), weights, KEY_TILE,
                         b, count, s->acc + d, s->width, 1);
     }

@@ -6,7 +6,7 @@
 /* One panel or two neighbours for rows [0, count) of x; `y` points at the first column. */
 static void linear_block(const float *x, int64_t ldx, int64_t count, int64_t k, const float *packed,
                          int num_panels, int64_t width, const float *bias, float *y, int64_t ldy) {
-    panels b = {packed, PANEL, k * PANEL};
+    panels b = {packed, PANEL, k * PANEL, packed + num_panels * k * PANEL};
     if (width == num_panels * PANEL) {
         multiply_panels(count, num_panels, x, ldx, b, k, y, ldy, 0);
     } else { /* the last panel of a width that is no multiple of PANEL */

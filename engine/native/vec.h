@@ -67,18 +67,19 @@ ALWAYS_INLINE vec exp_vec(vec x) {
     return select_vec(tiny, splat(0.0f), result);
 }
 
+/* Neighbours within each 128 bits: shuffles that stay there take one instruction. */
 #if LANES == 16
-#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
-#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#define EVEN_LANES 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30
+#define ODD_LANES 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31
 #elif LANES == 8
-#define EVEN_LANES 0, 2, 4, 6, 8, 10, 12, 14
-#define ODD_LANES 1, 3, 5, 7, 9, 11, 13, 15
+#define EVEN_LANES 0, 2, 8, 10, 4, 6, 12, 14
+#define ODD_LANES 1, 3, 9, 11, 5, 7, 13, 15
 #else
 #define EVEN_LANES 0, 2, 4, 6
 #define ODD_LANES 1, 3, 5, 7
 #endif
 
-/* Sums of neighbouring lanes: those of a, then those of b. */
+/* Sums of neighbouring lanes: in each 128 bits those of a, then those of b. */
 ALWAYS_INLINE vec add_pairs(vec a, vec b) {
 #if defined(__clang__)
     return __builtin_shufflevector(a, b, EVEN_LANES) + __builtin_shufflevector(a, b, ODD_LANES);
@@ -87,27 +88,40 @@ ALWAYS_INLINE vec add_pairs(vec a, vec b) {
 #endif
 }
 
-ALWAYS_INLINE float sum_lanes(vec v) {
-    float lanes[LANES];
-    for (int width = LANES; width > 1; width /= 2) v = add_pairs(v, v);
-    store(lanes, v);
-    return lanes[0];
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+/* The sum over each of four vectors; the same bits whatever the other three are. */
+ALWAYS_INLINE vec4 sum_each(vec a, vec b, vec c, vec d) {
+    vec sums = add_pairs(add_pairs(a, b), add_pairs(c, d));
+    vec4 parts[LANES / 4];
+    memcpy(parts, &sums, sizeof sums);
+#pragma GCC unroll 4
+    for (int width = LANES / 8; width > 0; width /= 2)
+#pragma GCC unroll 4
+        for (int i = 0; i < width; i++) parts[i] += parts[i + width];
+    return parts[0];
 }
 
+ALWAYS_INLINE float sum_lanes(vec v) { return sum_each(v, v, v, v)[0]; }
+
 /* A matrix cut into panels of PANEL columns: element (k, p * PANEL + j) is at
- * data[p * panel_stride + k * row_stride + j]. Row-major is panel_stride = PANEL. */
+ * data[p * panel_stride + k * row_stride + j]. Row-major is panel_stride = PANEL.
+ * `ahead`, laid out alike, is asked of the memory meanwhile; data that is at hand names itself. */
 typedef struct {
     const float *data;
     int64_t row_stride;
     int64_t panel_stride;
+    const float *ahead;
 } panels;
 
 /* c[rows][num_panels * PANEL] (+)= x[rows][depth] * b[depth][..]; rows and num_panels constant.
  *
  * Every element is one chain of multiply-adds in the order of k, whatever the tile's shape, so a
- * row's result does not depend on how many rows are computed with it. */
+ * row's result does not depend on how many rows are computed with it. One step of k asks for
+ * what lies `ahead_stride` floats on. */
 ALWAYS_INLINE void tile(const int rows, const int num_panels, const float *x, int64_t ldx,
-                        panels b, int64_t depth, float *c, int64_t ldc, int accumulate) {
+                        panels b, int64_t ahead_stride, int64_t depth, float *c, int64_t ldc,
+                        int accumulate) {
     vec acc[TILE_ROWS][TILE_PANELS * PANEL_VECS];
     const int vecs = num_panels * PANEL_VECS;
 #pragma GCC unroll 8
@@ -120,7 +134,7 @@ ALWAYS_INLINE void tile(const int rows, const int num_panels, const float *x, in
         vec w[TILE_PANELS * PANEL_VECS];
 #pragma GCC unroll 8
         for (int j = 0; rows >= 4 && j < num_panels; j++) /* a thin tile is one fast stream anyway */
-            __builtin_prefetch(b.data + (num_panels + j) * b.panel_stride + k * b.row_stride, 0, 2);
+            __builtin_prefetch(b.ahead + j * b.panel_stride + k * ahead_stride, 0, 2);
 #pragma GCC unroll 8
         for (int j = 0; j < vecs; j++)
             w[j] = load(b.data + (j / PANEL_VECS) * b.panel_stride + k * b.row_stride +
@@ -141,10 +155,11 @@ ALWAYS_INLINE void tile(const int rows, const int num_panels, const float *x, in
 
 /* `tile` for 1 to TILE_ROWS rows, known at run time. */
 ALWAYS_INLINE void tile_rows(int rows, const int num_panels, const float *x, int64_t ldx, panels b,
-                             int64_t depth, float *c, int64_t ldc, int accumulate) {
-#define TILE_CASE(R)                                                    \
-    case R:                                                             \
-        tile(R, num_panels, x, ldx, b, depth, c, ldc, accumulate);      \
+                             int64_t ahead_stride, int64_t depth, float *c, int64_t ldc,
+                             int accumulate) {
+#define TILE_CASE(R)                                                             \
+    case R:                                                                      \
+        tile(R, num_panels, x, ldx, b, ahead_stride, depth, c, ldc, accumulate); \
         break;
     switch (rows) {
         TILE_CASE(1)
@@ -163,18 +178,25 @@ ALWAYS_INLINE void tile_rows(int rows, const int num_panels, const float *x, int
 #undef TILE_CASE
 }
 
-/* c[rows][num_panels * PANEL] (+)= x[rows][depth] * b[depth][..] for any number of rows. */
+/* c[rows][num_panels * PANEL] (+)= x[rows][depth] * b[depth][..] for any number of rows.
+ *
+ * Requests for `b.ahead` are spread evenly over the passes: in one pass they would come faster than
+ * the memory answers, and the arithmetic would wait for them. */
 ALWAYS_INLINE void multiply_panels(int64_t rows, int num_panels, const float *x, int64_t ldx,
                                    panels b, int64_t depth, float *c, int64_t ldc,
                                    int accumulate) {
-    for (int64_t r = 0; r < rows;) {
+    int64_t passes = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    int64_t ahead_stride = (b.row_stride + passes - 1) / passes;
+    for (int64_t r = 0; r < rows; b.ahead += depth * ahead_stride) {
         int64_t left = rows - r;
         /* two even parts rather than a full tile and a thin rest */
         int n = (int)(left <= TILE_ROWS ? left : left < 2 * TILE_ROWS ? (left + 1) / 2 : TILE_ROWS);
         if (num_panels == TILE_PANELS)
-            tile_rows(n, TILE_PANELS, x + r * ldx, ldx, b, depth, c + r * ldc, ldc, accumulate);
+            tile_rows(n, TILE_PANELS, x + r * ldx, ldx, b, ahead_stride, depth, c + r * ldc, ldc,
+                      accumulate);
         else
-            tile_rows(n, 1, x + r * ldx, ldx, b, depth, c + r * ldc, ldc, accumulate);
+            tile_rows(n, 1, x + r * ldx, ldx, b, ahead_stride, depth, c + r * ldc, ldc,
+                      accumulate);
         r += n;
     }
 }
