@@ -50,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="smollm2-135m-instruct",
         help="a known model, a folder, or a hub id (smollm2-135m-instruct)",
     )
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="kill (all)")
+    parser.add_argument(
+        "--kind", action="append", choices=KINDS, help="kill these only; may be repeated (all)"
+    )
     parser.add_argument("--trials", type=int, default=1, help="kills of each kind (1)")
     parser.add_argument("--max-tokens", type=int, default=48, help="output tokens a stream (48)")
     parser.add_argument("--work-dir", type=Path, help="where the server keeps logs")
@@ -86,8 +88,9 @@ def run(args: argparse.Namespace) -> Report:
         )
         trials = []
         with ServerProcess(config, args.work_dir or Path(scratch)) as server:
-            task = progress.add_task("kills", total=len(args.kinds) * args.trials)
-            for kind in args.kinds * args.trials:
+            kinds = args.kind or list(KINDS)
+            task = progress.add_task("kills", total=len(kinds) * args.trials)
+            for kind in kinds * args.trials:
                 check = _KillCheck(server, kind, prompts, args.max_tokens)
                 asyncio.run(check.run())
                 check.judge(eos_token_ids, reference)

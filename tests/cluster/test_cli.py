@@ -193,6 +193,11 @@ def test_tools_have_their_own_arguments(capsys):
     assert "--longest" in capsys.readouterr().out
 
 
+def test_kinds_to_kill_may_stand_before_the_model(capsys):
+    message = refused(capsys, "check", "kill", "--kind", "pool", "--kind", "prefill", "no-such")
+    assert "no-such" in message
+
+
 def test_model_list_names_the_known_ones(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("model", "list") == 0
