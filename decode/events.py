@@ -158,6 +158,11 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StepAbandoned:
+    """Outcome of `RunStep`: it ended early, as `AbandonStep` asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class PublishEnded:
     """Outcome of `PublishBlocks`: `num_committed` of them are in the pool now."""
 
@@ -194,6 +199,7 @@ Event = (
     | LoadFailed
     | StepComputed
     | EngineFailed
+    | StepAbandoned
     | PublishEnded
     | DrainStarted
     | TimePassed
@@ -263,6 +269,11 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
+class AbandonStep:
+    """End the step under way after its present layer, unless it is done before."""
+
+
+@dataclass(frozen=True, slots=True)
 class SendTokens:
     """Send one frame to one gateway."""
 
@@ -316,6 +327,7 @@ Action = (
     | SendRelease
     | LoadBlocks
     | RunStep
+    | AbandonStep
     | SendTokens
     | SendFailure
     | PublishBlocks

@@ -139,6 +139,11 @@ class RunningBatch:
         """Whether a publication holds blocks that no sequence holds any more."""
         return any(not self._batcher.is_active(owner) for owner in self.publishing.owners())
 
+    @property
+    def step_is_wanted(self) -> bool:
+        """Whether anybody in the step under way has not ended."""
+        return any(attempt.phase is not Phase.ENDED for attempt, _ in self._step)
+
     def take_step(self) -> tuple[tuple[Attempt, int], ...]:
         """End the step under way and return who was in it, with the number of tokens."""
         step, self._step = self._step, ()

@@ -11,9 +11,10 @@ The life of an attempt whose prefill runs elsewhere:
 4. `loading`: paged blocks are its own. What the paged cache does not know already is copied and
    checked while the batch goes on. Then the transfer is closed.
 5. `running`: in every step. Blocks that become full are published to the pool.
-6. `ended`: finished, cancelled, failed, or preempted. Paged blocks and the transfer are given back
-   as soon as nobody works on them. A preempted attempt is given back to the gateway when its full
-   blocks are in the pool, so that its next prefill finds them.
+6. `ended`: finished, cancelled, failed, or preempted. A step in which all have ended stops between
+   two layers. Paged blocks and the transfer are given back as soon as nobody works on them. A
+   preempted attempt is given back to the gateway when its full blocks are in the pool, so that its
+   next prefill finds them.
 
 For a coupled worker (`prefill` is `None`) `preparing` leases and fetches what may be reused, there
 is no `receiving`, and `running` starts with chunks of the known tokens. A block that is missing or
@@ -164,6 +165,9 @@ class DecodeState:
             case ev.EngineFailed(detail=detail):
                 for member, _ in self._batch.take_step():
                     self._fail(member, FailureCode.ENGINE_ERROR, detail)
+                    self._reap(member)
+            case ev.StepAbandoned():
+                for member, _ in self._batch.take_step():
                     self._reap(member)
             case ev.PublishEnded(publish_id=publish_id, num_committed=num_committed):
                 self._batch.publishing.end(publish_id, num_committed)
@@ -335,6 +339,8 @@ class DecodeState:
         attempt.phase = Phase.ENDED
         del self._live[attempt.id.request]
         self._batch.forget_prompt(attempt)
+        if attempt.in_step and not self._batch.step_is_wanted:
+            self._act(ev.AbandonStep())
         self._reap(attempt)
 
     def _reap(self, attempt: Attempt) -> None:

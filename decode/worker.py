@@ -31,7 +31,7 @@ from core.wire import Message, MessageSet
 from decode import events as ev
 from decode.pool_link import PoolLink
 from decode.state import DecodeState
-from engine.base import Engine
+from engine.base import Engine, StepAbandoned
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class DecodeWorker:
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopping = False
         self._step_since_s: float | None = None
+        self._abandoned = False
         self._num_steps = 0
         self._step_seconds = 0.0
         self._mean_step_s = 0.0
@@ -277,7 +278,10 @@ class DecodeWorker:
             case ev.PublishBlocks():
                 self._spawn(self._post_outcome(self._pool.publish(action)))
             case ev.RunStep():
+                self._abandoned = False
                 self._spawn(self._post_outcome(self._run_step(action)))
+            case ev.AbandonStep():
+                self._abandoned = True
             case ev.SendDecodeSlots(attempt=attempt, prefill=prefill, slots=slots):
                 slots_message = DecodeSlots(attempt, self._pool.client.ref, slots)
                 self._spawn(self._send_to_prefill(prefill, slots_message))
@@ -300,12 +304,18 @@ class DecodeWorker:
         self._handle(await work)
 
     async def _run_step(self, action: ev.RunStep) -> ev.Event:
+        def layer_done(layer: int) -> None:
+            if self._abandoned:
+                raise StepAbandoned
+
         started_s = self._step_since_s = time.monotonic()
         loop = asyncio.get_running_loop()
         try:
             results = await loop.run_in_executor(
-                self._engine_thread, self._engine.step, action.sequences
+                self._engine_thread, self._engine.step, action.sequences, layer_done
             )
+        except StepAbandoned:
+            return ev.StepAbandoned()
         except Exception as error:  # (whatever an engine raises costs this step, not the worker)
             log.exception("%s: the engine failed", self._identity.name)
             return ev.EngineFailed(f"{type(error).__name__}: {error}")

@@ -91,8 +91,17 @@ class SequenceResult:
 LayerDone = Callable[[int], None]
 """Called in the engine's thread when a layer's K and V of the whole step are in the cache.
 
-For a device engine the callee may read that layer's slices at once through `read_slice`.
+For a device engine the callee may read that layer's slices at once through `read_slice`. It may
+raise `StepAbandoned` to end the step there.
 """
+
+
+class StepAbandoned(Exception):  # noqa: N818 (an event, not an error)
+    """Nobody wants the running step any more: `Engine.step` lets it pass, without a result.
+
+    Some of the step's K and V may be in the cache. The engine is ready for the next step, which
+    may be the same one again.
+    """
 
 
 class Engine(Protocol):

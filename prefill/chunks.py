@@ -36,7 +36,7 @@ class Chunks:
         )
 
     def remove(self, name: AttemptId) -> None:
-        """Compute nothing more of an attempt; its running piece runs on."""
+        """Compute nothing more of an attempt; its running piece is not touched."""
         self._batcher.remove(name)
         self._alone = deque(piece for piece in self._alone if piece.attempt != name)
 

@@ -163,6 +163,11 @@ class EngineFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkAbandoned:
+    """The running chunk ended early, as `AbandonChunk` asked for."""
+
+
+@dataclass(frozen=True, slots=True)
 class Released:
     """The decode worker has every block it needs."""
 
@@ -229,6 +234,7 @@ Event = (
     | LayerComputed
     | ChunkComputed
     | EngineFailed
+    | ChunkAbandoned
     | Released
     | Cancelled
     | GatewayLost
@@ -281,9 +287,17 @@ class ZeroBlock:
 
 @dataclass(frozen=True, slots=True)
 class RunChunk:
-    """Start an engine step. Answered: `ChunkComputed`, `EngineFailed`; `LayerComputed` before."""
+    """Start an engine step; `LayerComputed` comes for each layer.
+
+    Answered: `ChunkComputed`, `EngineFailed`, `ChunkAbandoned`.
+    """
 
     steps: tuple[SequenceStep, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AbandonChunk:
+    """End the running chunk after its present layer, unless it is done before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,6 +409,7 @@ Action = (
     PoolAction
     | ZeroBlock
     | RunChunk
+    | AbandonChunk
     | EndWrites
     | CloseTransfer
     | SendTokens

@@ -16,8 +16,9 @@ Life of a request here, one attempt of it:
    the next layer is computed. A full block can be found in the paged cache after its chunk.
 5. *Handing off*: the first token is sent. Unless it ended the generation, blocks are kept for the
    decode worker, which may name more slots, until it releases them. No progress in time fails it.
-6. *Ending*, at any moment: nothing new is started; blocks are given back when no load, chunk or
-   write touches them any more, and the transfer at the pool node is closed.
+6. *Ending*, at any moment: nothing new is started, and a chunk whose attempts have all ended stops
+   between two layers; blocks are given back when no load, chunk or write touches them any more,
+   and the transfer at the pool node is closed.
 
 An attempt is dropped silently by a newer one, a cancel or its gateway's loss; in any other case the
 gateway hears of it. The decode worker hears of every end that it did not cause.
@@ -108,7 +109,7 @@ class PrefillState:
                 self._receive(event.work)
             case ev.DecodeSlotsReceived():
                 self._receive_slots(event)
-            case ev.LayerComputed() | ev.ChunkComputed() | ev.EngineFailed():
+            case ev.LayerComputed() | ev.ChunkComputed() | ev.EngineFailed() | ev.ChunkAbandoned():
                 self._apply_engine(event)
             case ev.WritesBegun() | ev.SlicesWritten() | ev.BlocksCommitted() | ev.WritesFailed():
                 self._apply_push(event)
@@ -306,7 +307,9 @@ class PrefillState:
             self._push(attempt, event.pool).add(slots)
         self._pump(attempt)
 
-    def _apply_engine(self, event: ev.LayerComputed | ev.ChunkComputed | ev.EngineFailed) -> None:
+    def _apply_engine(
+        self, event: ev.LayerComputed | ev.ChunkComputed | ev.EngineFailed | ev.ChunkAbandoned
+    ) -> None:
         if isinstance(event, ev.LayerComputed):
             self._chunks.layers_done = event.layer + 1
             for piece in self._chunks.running:
@@ -316,10 +319,13 @@ class PrefillState:
         attempts = [self._attempts[piece.attempt] for piece in pieces]
         for attempt in attempts:
             attempt.running_end = None
-        if isinstance(event, ev.ChunkComputed):
-            self._chunk_computed(attempts, pieces, event.results)
-        else:
-            self._engine_failed(attempts, pieces, event.detail)
+        match event:
+            case ev.ChunkComputed():
+                self._chunk_computed(attempts, pieces, event.results)
+            case ev.EngineFailed():
+                self._engine_failed(attempts, pieces, event.detail)
+            case ev.ChunkAbandoned():
+                pass  # all of them have ended
         for attempt in attempts:
             self._pump(attempt)
 
@@ -502,6 +508,10 @@ class PrefillState:
             self._actions.append(ev.SendPrefillGone(decode.incarnation, attempt.attempt))
         attempt.phase = Phase.ENDING
         self._chunks.remove(attempt.attempt)
+        if attempt.running_end is not None and all(
+            self._attempts[piece.attempt].phase is Phase.ENDING for piece in self._chunks.running
+        ):
+            self._actions.append(ev.AbandonChunk())
         for push in attempt.pushes.values():
             self._close(push)
         self._settle(attempt)

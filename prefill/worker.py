@@ -28,7 +28,7 @@ from core.messages.to_gateway import AttemptFailed, TokenFrame
 from core.messages.to_prefill import CancelPrefill, DecodeSlots, PrefillRequest, ReleasePrefill
 from core.net import HEARTBEAT_S, BaseHandler, Connection, Identity, Listener, listen
 from core.wire import Message, MessageSet
-from engine.base import Engine
+from engine.base import Engine, StepAbandoned
 from prefill import events as ev
 from prefill.pool_link import PoolLink
 from prefill.state import PrefillState
@@ -91,6 +91,7 @@ class PrefillWorker:
         self._pool_ref: PoolRef | None = None
         self._pool_moved = asyncio.Event()
         self._step_started_s: float | None = None
+        self._abandoned = False
 
     async def start(self) -> None:
         """Listen, look for the pool node once, register. Raises `OSError` if it cannot listen."""
@@ -194,7 +195,10 @@ class PrefillWorker:
     def _perform(self, action: ev.Action) -> None:
         match action:
             case ev.RunChunk():
+                self._abandoned = False
                 self._spawn(self._run_chunk(action))
+            case ev.AbandonChunk():
+                self._abandoned = True
             case ev.ZeroBlock():
                 self._engine.zero_block(action.block_id)
             case ev.EndWrites():
@@ -227,6 +231,8 @@ class PrefillWorker:
 
     async def _run_chunk(self, action: ev.RunChunk) -> None:
         def layer_done(layer: int) -> None:
+            if self._abandoned:
+                raise StepAbandoned
             self._loop.call_soon_threadsafe(self._dispatch, ev.LayerComputed(layer))
 
         event: ev.Event
@@ -236,6 +242,8 @@ class PrefillWorker:
                 self._engine_thread, self._engine.step, action.steps, layer_done
             )
             event = ev.ChunkComputed(tuple(results))
+        except StepAbandoned:
+            event = ev.ChunkAbandoned()
         except Exception as error:  # (whatever the model raises is the request's failure, not ours)
             log.exception("the engine failed")
             event = ev.EngineFailed(f"{type(error).__name__}: {error}")

@@ -16,6 +16,7 @@ from core.messages.to_prefill import SlotForBlock
 from decode import events as ev
 from decode.state import DecodeState
 from engine.base import SequenceResult
+from engine.toy import toy_generate
 from prefill.batcher import PrefillBatcher
 from tests.decode.world import OTHER_POOL, POOL, PREFILL, SPEC, World, make_request, params
 
@@ -93,6 +94,26 @@ def test_whatever_ends_an_attempt_at_any_moment_leaves_nothing(seed, coupled, nu
             world.now_s += 1000
             world.handle(ev.TimePassed())
     world.run()
+    world.check_all_over()
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=SEEDS, coupled=st.booleans(), num_events=st.integers(0, 120))
+def test_what_is_cancelled_costs_the_others_no_token(seed, coupled, num_events):
+    world = World(seed, num_blocks=64, chunks=batcher() if coupled else None)
+    for first in (0, 4):  # the second four get blocks that the first four left half-written
+        requests = [
+            world.submit(counter, prompt_of(world, 10), params(world.random.randint(1, 20)))
+            for counter in range(first, first + 4)
+        ]
+        for _ in range(num_events):
+            world.step_one()
+        num_cancelled = world.random.randint(1, 4)
+        for request in requests[:num_cancelled]:
+            world.handle(ev.Cancelled(AttemptId(request, 1000)))
+        world.run()
+        for request in requests[num_cancelled:]:
+            assert world.outputs[request] == toy_generate(*world.prompts[request], SPEC)
     world.check_all_over()
 
 

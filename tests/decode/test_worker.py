@@ -401,19 +401,25 @@ class GatedEngine(ToyEngine):
     def __init__(self) -> None:
         super().__init__(SPEC, 64)
         self.gate = threading.Event()
-        self.num_steps = 0
+        self.num_steps = self.num_layers = 0
 
     def step(self, sequences, layer_done=None):
+        def counted(layer):
+            self.num_layers += 1
+            layer_done(layer)
+
         self.num_steps += 1
         assert self.gate.wait(60)
-        return super().step(sequences, layer_done)
+        return super().step(sequences, counted)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
 @pytest.mark.parametrize("how", ["cancel", "newer attempt", "gateway lost"])
-async def test_work_stops_within_a_step_and_blocks_stay_until_it_is_over(tmp_path, how):
+async def test_work_stops_within_a_layer_and_blocks_stay_until_then(tmp_path, how, coupled):
     engine = GatedEngine()
-    async with running_parts(tmp_path, engine=engine) as parts:
-        request = parts.ask(prompt_of(9), params(120))
+    chunks = mixed() if coupled else None
+    async with running_parts(tmp_path, engine=engine, coupled=chunks) as parts:
+        request = parts.ask(prompt_of(9), params(120), coupled=coupled)
         await eventually(lambda: engine.num_steps == 1)
         assert parts.gateway.conn is not None
         match how:
@@ -428,7 +434,7 @@ async def test_work_stops_within_a_step_and_blocks_stay_until_it_is_over(tmp_pat
         assert parts.worker.stats()["kv_blocks_in_use"] == 3
         engine.gate.set()
         await eventually(lambda: parts.worker.stats()["kv_blocks_in_use"] == 0)
-        assert engine.num_steps == 1
+        assert (engine.num_steps, engine.num_layers) == (1, 1)
         assert request not in parts.gateway.tokens
 
 

@@ -40,7 +40,7 @@ from core.messages.to_pool import (
 from core.requests import SamplingParams
 from decode import events as ev
 from decode.state import DecodeState
-from engine.base import ModelSpec, SequenceStep
+from engine.base import ModelSpec, SequenceStep, StepAbandoned
 from engine.toy import ToyEngine, toy_generate, toy_spec
 
 SPEC = toy_spec(block_size=4, vocab_size=64, num_layers=2, max_model_len=512)
@@ -124,6 +124,7 @@ class World:
         self.loss_rate = self.exhaustion_rate = self.corruption_rate = 0.0
         self.retry = True
         self.num_steps = 0
+        self.abandoned = False
         self._newest: dict[RequestId, int] = {}
         self._pool_life = 100
         self._told: set[AttemptId] = set()
@@ -212,7 +213,11 @@ class World:
             case ev.LoadBlocks():
                 self.later(lambda: self._load(action))
             case ev.RunStep():
+                self.abandoned = False
                 self.later(lambda: self._run_step(action))
+            case ev.AbandonStep():
+                assert not self.abandoned
+                self.abandoned = True
             case ev.SendTokens():
                 for token in action.tokens:
                     self._stream(token)
@@ -315,8 +320,20 @@ class World:
 
     def _run_step(self, action: ev.RunStep) -> None:
         self.num_steps += 1
-        results = tuple(self.engine.step(action.sequences))
-        self.handle(ev.StepComputed(results))
+        last = self.random.randrange(SPEC.num_layers)
+
+        def layer_done(layer: int) -> None:
+            if self.abandoned and layer == last:
+                raise StepAbandoned
+
+        # The order may also come after the last layer.
+        heard = self.random.random() < 0.8
+        try:
+            results = self.engine.step(action.sequences, layer_done if heard else None)
+        except StepAbandoned:
+            self.handle(ev.StepAbandoned())
+        else:
+            self.handle(ev.StepComputed(tuple(results)))
 
     def _publish(self, action: ev.PublishBlocks, life: int) -> None:
         if life != self._pool_life:

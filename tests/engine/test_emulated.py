@@ -4,7 +4,7 @@ import pytest
 
 from core.latency import LatencyProfile, PrefillPart
 from core.requests import SamplingParams
-from engine.base import SampleRequest, SequenceStep
+from engine.base import SampleRequest, SequenceStep, StepAbandoned
 from engine.emulated import EmulatedEngine, step_duration_ms
 from engine.toy import toy_generate, toy_spec
 
@@ -44,6 +44,18 @@ def test_a_layer_is_in_the_cache_when_it_is_announced_and_time_has_passed():
 
     engine.step([SequenceStep(PROMPT[:4], 0, [0])], layer_done)
     assert len(slept) == SPEC.num_layers
+
+
+def test_an_abandoned_step_sleeps_no_more():
+    slept: list[float] = []
+    engine = EmulatedEngine(SPEC, 8, PROFILE, slept.append)
+
+    def layer_done(layer: int) -> None:
+        raise StepAbandoned
+
+    with pytest.raises(StepAbandoned):
+        engine.step([SequenceStep(PROMPT, 0, [0, 1])], layer_done)
+    assert len(slept) == 1 < SPEC.num_layers
 
 
 def test_steps_cost_what_the_profile_says():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.requests import SamplingParams, finish_reason
-from engine.base import Engine, SampleRequest, SequenceStep
+from engine.base import Engine, SampleRequest, SequenceStep, StepAbandoned
 from engine.toy import ToyEngine, toy_generate, toy_spec
 
 SPEC = toy_spec(block_size=4, vocab_size=97)
@@ -176,6 +176,22 @@ def test_layers_are_announced_in_order_once_written():
     engine.step([SequenceStep(PROMPT[:4], 0, [2])], layer_done)
     count = SPEC.num_layers
     assert seen == [(n, [m <= n for m in range(count)]) for n in range(count)]
+
+
+def test_an_abandoned_step_stops_at_the_layer_and_can_be_run_again():
+    engine, seen = ToyEngine(SPEC, 8), []
+    block_ids = [3, 1, 6, 0, 2]
+
+    def layer_done(layer: int) -> None:
+        seen.append(layer)
+        if layer == 1:
+            raise StepAbandoned
+
+    with pytest.raises(StepAbandoned):
+        engine.step([SequenceStep(PROMPT[:-1], 0, block_ids)], layer_done)
+    assert seen == [0, 1]
+    prefill(engine, PROMPT[:-1], block_ids)
+    assert go_on(engine, PROMPT, [], PARAMS, block_ids) == toy_generate(PROMPT, PARAMS, SPEC)
 
 
 def test_a_block_written_in_the_same_step_cannot_be_relied_on():

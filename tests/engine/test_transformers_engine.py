@@ -13,7 +13,7 @@ from transformers import DeepseekV3Config, FalconConfig, GptOssConfig, LlamaConf
 from core.errors import ConfigError, InvariantError
 from core.requests import SamplingParams
 from engine.attention import ATTENTION_NAME
-from engine.base import SampleRequest, SequenceStep
+from engine.base import SampleRequest, SequenceStep, StepAbandoned
 from engine.model_checks import ModelRefused
 from engine.model_probe import check_config, probe_layers
 from engine.transformers_engine import TransformersEngine
@@ -168,6 +168,23 @@ def test_tells_of_each_layer_once_when_its_slices_are_final(loaded):
     assert [layer for layer, _ in seen] == list(range(engine.spec.num_layers))
     assert b"".join(data for _, data in seen) == bytes(engine.read_block(7))
     assert any(seen[-1][1])
+
+
+@pytest.mark.parametrize("isa", ["auto", "none"])
+def test_after_an_abandoned_step_the_engine_goes_on_exactly(loaded, isa):
+    engine = loaded.engine(isa)
+    announced = []
+
+    def layer_done(layer):
+        announced.append(layer)
+        raise StepAbandoned
+
+    tables = shuffled_tables(len(loaded.prompts))
+    requests = [Request(p, t) for p, t in zip(loaded.prompts, tables, strict=True)]
+    with pytest.raises(StepAbandoned):
+        engine.step([request.next_step(999) for request in requests], layer_done)
+    assert announced == [0]
+    assert drive(engine, requests, [999] * len(requests)) == loaded.expected
 
 
 @pytest.mark.parametrize("isa", ["auto", "none"])

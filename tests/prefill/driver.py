@@ -103,6 +103,7 @@ class Driver:
         self.waiting: list[ev.PoolAction] = []
         self.chunk: ev.RunChunk | None = None
         self.layers_done = 0
+        self.abandoned = False
         self.steps: list[SequenceStep] = []
         self.cells: dict[tuple[int, int, int], tuple[int, ...]] = {}
         self.works: dict[AttemptId, ev.PrefillWork] = {}
@@ -241,6 +242,11 @@ class Driver:
         self.chunk = None
         self.do(ev.EngineFailed("boom"))
 
+    def abandon_chunk(self) -> None:
+        assert self.abandoned
+        self.chunk = None
+        self.do(ev.ChunkAbandoned())
+
     def run(self, limit: int = 1000) -> None:
         """Answer everything, well, until nothing waits."""
         for _ in range(limit):
@@ -289,7 +295,7 @@ class Driver:
         match action:
             case ev.RunChunk():
                 assert self.chunk is None
-                self.chunk, self.layers_done = action, 0
+                self.chunk, self.layers_done, self.abandoned = action, 0, False
                 self.steps += action.steps
                 tables = Counter(b for step in action.steps for b in set(step.block_ids))
                 for step in action.steps:
@@ -299,6 +305,9 @@ class Driver:
                         for p in range(step.start, step.start + len(step.token_ids))
                     }
                     assert all(tables[b] == 1 for b in new), "written by one, read by another"
+            case ev.AbandonChunk():
+                assert self.chunk is not None and not self.abandoned
+                self.abandoned = True
             case ev.ZeroBlock():
                 for layer in range(LAYERS):
                     for offset in range(BLOCK):

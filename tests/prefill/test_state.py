@@ -234,9 +234,8 @@ def test_blocks_are_kept_until_the_write_is_over():
     driver.layer()
     assert kinds(driver.waiting) == ["WriteBlocks"]
     actions = driver.do(ev.Cancelled(name(1)))
-    assert kinds(actions) == ["SendPrefillGone"] and not driver.state.idle
-    while driver.chunk is not None:
-        driver.layer()
+    assert kinds(actions) == ["SendPrefillGone", "AbandonChunk"]
+    driver.abandon_chunk()
     assert not driver.state.idle
     assert kinds(driver.answer()) == ["EndWrites"]
     assert driver.state.idle
@@ -468,6 +467,25 @@ def test_a_request_that_breaks_the_engine_fails_alone():
     assert name(2) in driver.seen.tokens and driver.state.idle
 
 
+def test_a_chunk_is_abandoned_once_all_in_it_are_over_and_leaves_nothing():
+    driver = Driver()
+    driver.request(name(9), tokens(8, 90), decode=None)
+    driver.request(name(1), tokens(4, 10), decode=None)
+    driver.request(name(2), tokens(4, 20), decode=None)
+    while len(driver.steps) < 3:
+        driver.layer()
+    driver.layer()
+    assert kinds(driver.do(ev.Cancelled(name(1)))) == []
+    assert kinds(driver.do(ev.Cancelled(name(2)))) == ["AbandonChunk"]
+    assert driver.state.load.free_blocks == 10
+    driver.abandon_chunk()
+    assert driver.state.idle and driver.seen.failures == {}
+    driver.request(name(3), (*tokens(4, 10), 1), decode=None)
+    driver.run()
+    assert set(driver.seen.tokens) == {name(9), name(3)}
+    assert cached(driver, name(3)) == (0, 0)
+
+
 # --- random lives ---
 
 
@@ -495,7 +513,10 @@ class Chaos:
             action = rng.choice(driver.waiting)
             driver.answer(action, ok=rng.random() < 0.8, good=rng.randrange(3))
         elif driver.chunk is not None and rng.random() < 0.6:
-            driver.layer() if rng.random() < 0.95 else driver.fail_chunk()
+            if driver.abandoned and rng.random() < 0.5:
+                driver.abandon_chunk()
+            else:
+                driver.layer() if rng.random() < 0.95 else driver.fail_chunk()
         else:
             self.disturb()
 

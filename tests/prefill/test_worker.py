@@ -200,6 +200,42 @@ async def test_a_cancel_leaves_nothing(site, phase):
     assert gateway.failures == {}
 
 
+async def test_a_step_that_nobody_wants_any_more_ends_after_its_layer(site):
+    worker = await site.worker("p", "none")
+    gateway, engine = await site.gateway(worker), site.engines["p"]
+    engine.gate = threading.Semaphore(0)
+    attempt = gateway.send(prompt(4 * BLOCK, 1))
+    await eventually(lambda: engine.layers_done == 1)
+    gateway.conn.post(CancelPrefill(attempt))
+    await eventually(lambda: worker.stats()["requests_running"] == 0)
+    assert worker.stats()["kv_cache_usage"] == 4 / 64  # the step may still write
+    engine.gate.release(100)
+    await site.at_base()
+    assert engine.layers_done == 2 < SPEC.num_layers
+    token = await gateway.ask(prompt(4 * BLOCK, 1))
+    assert token.token_id == oracle(prompt(4 * BLOCK, 1))
+    assert origins(token) == (4 * BLOCK, 0, 0)
+
+
+async def test_a_step_goes_on_for_those_in_it_that_live(site):
+    worker = await site.worker("p", "none")
+    gateway, engine = await site.gateway(worker), site.engines["p"]
+    engine.gate = threading.Semaphore(0)
+    gateway.send(prompt(3, 1))
+    await eventually(lambda: engine.layers_done == 1)
+    leaves, stays = (gateway.send(prompt(3, seed)) for seed in (2, 3))
+    await eventually(lambda: worker.stats()["requests_running"] == 3)
+    engine.gate.release(SPEC.num_layers)
+    await eventually(lambda: engine.layers_done == SPEC.num_layers + 1)
+    gateway.conn.post(CancelPrefill(leaves))
+    await eventually(lambda: worker.stats()["requests_running"] == 1)
+    engine.gate.release(SPEC.num_layers)
+    assert (await gateway.token(stays)).token_id == oracle(prompt(3, 3))
+    assert engine.layers_done == 2 * SPEC.num_layers
+    assert leaves not in gateway.tokens
+    await site.at_base()
+
+
 async def test_a_lost_gateway_or_decode_worker_ends_what_was_for_it(site):
     node = await site.node("a")
     worker = await site.worker("p", "a")
