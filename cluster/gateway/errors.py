@@ -94,31 +94,25 @@ def overloaded(retry_after_s: float) -> ApiError:
 
 def unavailable(retry_after_s: float) -> ApiError:
     """Make the error for a request that no worker could serve in time."""
-    return ApiError(
-        503,
-        "The server cannot serve this request now. Try again later.",
-        kind="server_error",
-        code="service_unavailable",
-        retry_after_s=retry_after_s,
-    )
+    message = "The server cannot serve this request now. Try again later."
+    return _service_unavailable(message, retry_after_s)
 
 
 def shutting_down(retry_after_s: float) -> ApiError:
     """Make the error for a request that the end of this gateway cuts off."""
-    return ApiError(
-        503,
-        "The server is shutting down.",
-        kind="server_error",
-        code="service_unavailable",
-        retry_after_s=retry_after_s,
-    )
+    return _service_unavailable("The server is shutting down.", retry_after_s)
 
 
 def too_many_connections(retry_after_s: float) -> ApiError:
     """Make the error for a connection over the limit."""
+    message = "The server has too many connections. Try again later."
+    return _service_unavailable(message, retry_after_s)
+
+
+def _service_unavailable(message: str, retry_after_s: float) -> ApiError:
     return ApiError(
         503,
-        "The server has too many connections. Try again later.",
+        message,
         kind="server_error",
         code="service_unavailable",
         retry_after_s=retry_after_s,
