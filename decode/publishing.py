@@ -38,10 +38,6 @@ class PublishQueue:
         """One entry per reference that this queue holds."""
         return [q.block.block_id for q in (*self._under_way, *self._queue)]
 
-    def owns(self, attempt: AttemptId) -> bool:
-        """Whether blocks of the attempt are still on their way."""
-        return any(q.attempt == attempt for q in (*self._under_way, *self._queue))
-
     def owners(self) -> set[AttemptId]:
         """Return the attempts whose blocks are still on their way."""
         return {q.attempt for q in (*self._under_way, *self._queue)}

@@ -172,6 +172,7 @@ class Released:
     """The decode worker has every block it needs."""
 
     attempt: AttemptId
+    decode: Incarnation
 
 
 @dataclass(frozen=True, slots=True)

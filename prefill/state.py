@@ -455,7 +455,9 @@ class PrefillState:
         match event:
             case ev.Released():
                 for attempt in live:
-                    if attempt.attempt == event.attempt:
+                    decode = attempt.work.decode
+                    ours = decode is not None and decode.incarnation == event.decode
+                    if ours and attempt.attempt == event.attempt:
                         self._stop_serving_decode(attempt)
                         self._pump(attempt)
             case ev.Cancelled():

@@ -271,7 +271,11 @@ class PrefillWorker:
                 conn.post(message)
 
     def received(self, conn: Connection, message: Message) -> None:
-        """Take a message of a gateway or decode worker. Raises `WireError`."""
+        """Take a message; a gateway speaks for its own requests only. Raises `WireError`."""
+        if isinstance(message, PrefillRequest | CancelPrefill):
+            gateway = conn.peer.incarnation
+            if message.attempt.request.gateway != gateway:
+                raise WireError(f"{message.attempt} is not a request of {gateway}")
         known = self._peers.get(conn.peer.incarnation)
         if known is not conn:
             if known is not None:
@@ -290,7 +294,7 @@ class PrefillWorker:
                     )
                 )
             case ReleasePrefill():
-                self._dispatch(ev.Released(message.attempt))
+                self._dispatch(ev.Released(message.attempt, conn.peer.incarnation))
             case _:
                 raise WireError(f"unexpected {type(message).__name__}")
 

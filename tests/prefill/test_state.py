@@ -193,7 +193,9 @@ def test_slots_that_come_late_get_everything_at_once():
     assert [part.layer for part in action.slices] == list(range(LAYERS))
     driver.run()
     assert len(driver.over) == 2
-    driver.do(ev.Released(name(1)))
+    driver.do(ev.Released(name(1), LOCAL_DECODE.incarnation))
+    assert not driver.state.idle  # it is another decode worker's request
+    driver.do(ev.Released(name(1), DECODE.incarnation))
     assert driver.state.idle
 
 
@@ -359,7 +361,7 @@ def test_what_can_never_fit_or_exceeds_the_queue_is_refused():
     }
     assert [gone.attempt for gone in driver.seen.gone] == [name(1)]
     driver.run()
-    driver.do(ev.Released(name(4)))
+    driver.do(ev.Released(name(4), DECODE.incarnation))
     driver.run()
     assert name(5) in driver.seen.tokens  # it waited for the blocks of the other
 
@@ -416,7 +418,7 @@ def test_a_lost_decode_worker_is_told_to_the_gateway_unless_it_has_released():
     for counter in (1, 2):
         driver.request(name(counter), tokens(6, 10 * counter))
     driver.run()
-    driver.do(ev.Released(name(1)))
+    driver.do(ev.Released(name(1), DECODE.incarnation))
     driver.do(ev.DecodeLost(DECODE.incarnation))
     assert driver.seen.failures == {name(2): FailureCode.PEER_LOST}
     assert driver.state.idle
@@ -544,7 +546,7 @@ class Chaos:
                 driver.now_s += rng.choice([0.0, 30.0])
                 driver.do(ev.TimedOut())
             case _:
-                driver.do(ev.Released(attempt))
+                driver.do(ev.Released(attempt, (decode or DECODE).incarnation))
 
     def new_request(self, attempt) -> None:
         rng = self.rng
@@ -599,13 +601,15 @@ def test_without_faults_every_request_gets_its_token():
     for _ in range(40):
         chaos.new_request(name(1))
         for attempt in list(driver.state.attempts):
-            if attempt in driver.seen.tokens:
-                driver.do(ev.Released(attempt))
+            decode = chaos.decode_of[attempt]
+            if decode and attempt in driver.seen.tokens:
+                driver.do(ev.Released(attempt, decode.incarnation))
     for _ in range(100):
         driver.run()
         for attempt in list(driver.state.attempts):
-            if attempt in driver.seen.tokens:
-                driver.do(ev.Released(attempt))
+            decode = chaos.decode_of[attempt]
+            if decode and attempt in driver.seen.tokens:
+                driver.do(ev.Released(attempt, decode.incarnation))
     latest = {a.request: a for a in chaos.names[1:]}
     assert set(latest.values()) <= set(driver.seen.tokens)
     assert driver.state.idle

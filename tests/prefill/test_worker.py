@@ -398,6 +398,26 @@ async def test_it_reports_its_load_and_a_drain(site):
     await eventually(lambda: len(gateway.tokens) == 1)
 
 
+@pytest.mark.parametrize("kind", [PrefillRequest, CancelPrefill])
+async def test_a_gateway_speaks_for_its_own_requests_only(site, kind):
+    worker = await site.worker("p", "none")
+    owner, other = await site.gateway(worker), await site.gateway(worker)
+    engine = site.engines["p"]
+    engine.gate = threading.Semaphore(0)
+    attempt = owner.new_attempt()
+    if kind is PrefillRequest:
+        other.send(prompt(5), attempt=attempt)
+        await asyncio.wait_for(other.closed.wait(), 5)
+        assert worker.idle
+    else:
+        owner.send(prompt(5), attempt=attempt)
+        await eventually(lambda: engine.layers_done == 1)
+        other.conn.post(CancelPrefill(attempt))
+        await asyncio.wait_for(other.closed.wait(), 5)
+        engine.gate.release(100)
+        assert (await owner.token(attempt)).token_id == oracle(prompt(5))
+
+
 async def test_a_request_that_contradicts_itself_ends_the_connection(site):
     worker = await site.worker("p", "none")
     gateway = await site.gateway(worker)
