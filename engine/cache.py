@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from core.errors import ConfigError
 from engine.base import ModelSpec
-from engine.memory import host_bytes
+from engine.memory import host_bytes, page_in
 
 
 class PagedCache:
     """One tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
 
     A block is contiguous and equals the wire layout; one layer of a block is one slice of it. On
-    the host, reads are views of the cache itself; on a device, copies through pinned memory.
+    the host, reads are views of the cache itself, which is paged in beside the first use; on a
+    device, copies through pinned memory.
     """
 
     def __init__(
@@ -25,11 +28,15 @@ class PagedCache:
             *(num_blocks, spec.num_layers, 2),
             *(spec.num_kv_heads, spec.block_size, spec.head_dim),
         )
+        self._closing = threading.Event()
         self._view: memoryview | None = None
         self._pinned: torch.Tensor | None = None
         if device.type == "cpu":
             memory, self._view = _reserve(num_blocks * spec.block_bytes)
             self.blocks = memory.view(dtype).view(shape)
+            threading.Thread(
+                target=page_in, args=(self._view, self._closing), name="page-in", daemon=True
+            ).start()
         else:
             self.blocks = torch.zeros(shape, dtype=dtype, device=device)
             self._pinned = torch.empty(spec.block_bytes, dtype=torch.uint8, pin_memory=True)
@@ -63,6 +70,10 @@ class PagedCache:
         """Fill a block with zeros."""
         self._check(block_id)
         self.blocks[block_id].zero_()
+
+    def close(self) -> None:
+        """Stop paging in; the memory goes with the last view of it."""
+        self._closing.set()
 
     def _block_bytes(self, block_id: int) -> torch.Tensor:
         return self.blocks[block_id].view(-1).view(torch.uint8)

@@ -167,6 +167,8 @@ class TransformersEngine:
 
     def close(self) -> None:
         """Give model and cache back; views handed out keep the cache's memory until they go."""
+        if self._loaded is not None:
+            self._loaded[1].close()
         self._loaded = None
 
     def _resources(self) -> tuple[PreTrainedModel, PagedCache]:
