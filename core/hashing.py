@@ -13,6 +13,8 @@ from hashlib import blake2b
 
 from core.ids import BLOCK_HASH_BYTES, BlockHash
 
+_ONE_HASH = struct.Struct(f"{BLOCK_HASH_BYTES}s")
+
 
 @dataclass(frozen=True, slots=True)
 class HashRoot:
@@ -74,4 +76,4 @@ def split_hashes(raw: bytes) -> list[BlockHash]:
     """Undo `join_hashes`. Raises `ValueError` when `raw` is not a whole number of hashes."""
     if len(raw) % BLOCK_HASH_BYTES:
         raise ValueError(f"block hashes take {BLOCK_HASH_BYTES} bytes each; got {len(raw)} bytes")
-    return [BlockHash(raw[i : i + BLOCK_HASH_BYTES]) for i in range(0, len(raw), BLOCK_HASH_BYTES)]
+    return [block_hash for (block_hash,) in _ONE_HASH.iter_unpack(raw)]

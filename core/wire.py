@@ -21,7 +21,7 @@ import msgpack
 
 from core.errors import AuthError, WireError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 MAX_HEADER_BYTES = 8 << 20
 """Bound of one encoded message: a prompt of a million tokens fits twice."""

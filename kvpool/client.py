@@ -120,7 +120,7 @@ class PoolClient:
     ) -> tuple[LeasedBlock, ...]:
         """Lease the longest committed prefix of `block_hashes` for `ttl_s`; renews the transfer."""
         ask = LeaseBlocks(attempt, join_hashes(block_hashes), ttl_s)
-        return (await self._ask(attempt, ask, BlocksLeased, self._timeout_s)).blocks
+        return (await self._ask(attempt, ask, BlocksLeased, self._timeout_s)).blocks()
 
     async def reserve(
         self,
@@ -151,7 +151,7 @@ class PoolClient:
         # The node bounds each batch (at least a block) by the deadline; this is only its backstop.
         timeout_s = self._timeout_s + deadline_s * (len(block_hashes) + 2)
         async with self._fetch_turns:
-            return (await self._ask(attempt, ask, BlocksLeased, timeout_s)).blocks
+            return (await self._ask(attempt, ask, BlocksLeased, timeout_s)).blocks()
 
     async def _ask(
         self, attempt: AttemptId, ask: Message, expected: type[_R], timeout_s: float

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.ids import AttemptId, BlockHash, PoolRef, SlotHandle
-from core.messages.to_pool import BlocksLeased, BlockWritten, SlotReserved
+from core.messages.to_pool import BlockWritten, SlotReserved
 from kvpool.checksum import CHECKSUM_BYTES
 from kvpool.events import Action, CloseAtSource, LeaseAtSource, ReadFromSource, Reply
 from kvpool.records import SELF, TransferKey
@@ -125,12 +125,12 @@ class Fetch:
     def _end(self, now_s: float) -> list[Action]:
         self.over = True
         plan = self.plan
-        blocks = (
-            ()
+        leased = (
+            self._table.pack(())
             if self.cancelled
             else self._table.lease(plan.key, plan.block_hashes, plan.ttl_s, now_s)
         )
         return [
             CloseAtSource(plan.source, plan.source_attempt),
-            Reply(plan.key.link, plan.correlation, BlocksLeased(blocks)),
+            Reply(plan.key.link, plan.correlation, leased),
         ]

@@ -383,10 +383,10 @@ class PoolNode:
                 reply, _ = await conn.request(ask, timeout_s=action.timeout_s)
             if not isinstance(reply, BlocksLeased):
                 raise WireError(f"expected BlocksLeased, got {type(reply).__name__}")
+            num_blocks = min(reply.num_blocks, len(action.block_hashes))
         except (HalfmoonError, OSError, TimeoutError) as error:
             self._handle(SourceFailed(self._now_s(), action.fetch, str(error)))
             return
-        num_blocks = min(len(reply.blocks), len(action.block_hashes))
         self._handle(SourceLeased(self._now_s(), action.fetch, num_blocks))
 
     async def _read_from_source(self, action: ReadFromSource) -> None:

@@ -20,6 +20,7 @@ from core.errors import InvariantError
 from core.ids import BlockHash, Incarnation, SlotHandle
 from core.messages.to_pool import (
     AlreadyCommitted,
+    BlocksLeased,
     BlockWritten,
     LeasedBlock,
     ReserveOutcome,
@@ -68,16 +69,19 @@ class SlotTable:
 
     def lease(
         self, key: TransferKey, block_hashes: Sequence[BlockHash], ttl_s: float, now_s: float
-    ) -> tuple[LeasedBlock, ...]:
+    ) -> BlocksLeased:
         """Lease the longest public prefix of `block_hashes`; renew the transfer."""
         transfer = self._renew(key, ttl_s, now_s)
-        leased = []
+        indexes = []
         for block_hash in block_hashes:
             if (index := self._index.get(block_hash)) is None:
                 break
-            leased.append(self._lease_slot(transfer, index))
+            if index not in transfer.slots:
+                transfer.slots[index] = None
+                self._hold(index)
+            indexes.append(index)
         self._forget_empty(key)
-        return tuple(leased)
+        return self.pack(indexes)
 
     def release(self, key: TransferKey, handles: Iterable[SlotHandle]) -> None:
         """Give back leases and own committed blocks; what the transfer lacks is passed over."""
@@ -342,6 +346,16 @@ class SlotTable:
         """Name a slot in its present use."""
         segment, slot = divmod(index, self.layout.slots_per_segment)
         return SlotHandle(segment, slot, self._incarnation, self._generations[index])
+
+    def pack(self, indexes: Sequence[int]) -> BlocksLeased:
+        """Describe leased slots for the wire."""
+        per_segment = self.layout.slots_per_segment
+        return BlocksLeased.pack(
+            self._incarnation,
+            [divmod(i, per_segment) for i in indexes],
+            [self._generations[i] for i in indexes],
+            [self._slots[i].checksum for i in indexes],
+        )
 
     def find(self, handle: SlotHandle) -> int | None:
         """Return the slot's number, or `None` when there is no such slot or that use is over."""

@@ -28,7 +28,6 @@ from core.messages.to_conductor import (
 from core.messages.to_pool import (
     BeginWrites,
     BlocksCommitted,
-    BlocksLeased,
     BlocksRead,
     BlocksReserved,
     BlockWritten,
@@ -162,8 +161,8 @@ class PoolNodeState:
                 if key is None:
                     return [self._full(event)]
                 leased = self.table.lease(key, hashes, ttl_s, now_s)
-                self.counters["blocks_leased"] += len(leased)
-                return [Reply(link, number, BlocksLeased(leased))]
+                self.counters["blocks_leased"] += leased.num_blocks
+                return [Reply(link, number, leased)]
             case ReserveBlocks(attempt, raw, num_private, ttl_s):
                 key, hashes = self._transfer(link, attempt, ttl_s), _split(raw)
                 if not 0 <= num_private <= self.table.layout.num_slots:

@@ -7,10 +7,14 @@ connection, gives everything back (through quarantine where somebody may still w
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, repeat
 
-from core.ids import AttemptId, PoolRef, SlotHandle
+from core.errors import WireError
+from core.ids import AttemptId, Incarnation, PoolRef, SlotHandle
 from core.wire import MessageSet
 
 
@@ -44,9 +48,50 @@ class LeasedBlock:
 
 @dataclass(frozen=True, slots=True)
 class BlocksLeased:
-    """Reply: the first `len(blocks)` of the asked hashes, in order."""
+    """Reply: the first of the asked hashes, in order; `blocks` tells where they are.
 
-    blocks: tuple[LeasedBlock, ...]
+    Packed, for a prompt has hundreds: `slots` holds a u32 segment and u32 slot each, `generations`
+    and `checksums` a u64 each, all little-endian. `incarnation` is the pool node's life.
+    """
+
+    incarnation: Incarnation
+    slots: bytes
+    generations: bytes
+    checksums: bytes
+
+    @classmethod
+    def pack(
+        cls,
+        incarnation: Incarnation,
+        slots: Sequence[tuple[int, int]],
+        generations: Sequence[int],
+        checksums: Sequence[int],
+    ) -> BlocksLeased:
+        """Make the reply from (segment, slot), generation and checksum of each block."""
+        num_blocks = len(slots)
+        return cls(
+            incarnation,
+            struct.pack(f"<{2 * num_blocks}I", *chain.from_iterable(slots)),
+            struct.pack(f"<{num_blocks}Q", *generations),
+            struct.pack(f"<{num_blocks}Q", *checksums),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """How many are leased. Raises `WireError` when the fields are not of as many."""
+        num_blocks, rest = divmod(len(self.checksums), 8)
+        if rest or not len(self.slots) == len(self.generations) == len(self.checksums):
+            raise WireError("BlocksLeased has a slot, a generation and a checksum for each block")
+        return num_blocks
+
+    def blocks(self) -> tuple[LeasedBlock, ...]:
+        """Unpack. Raises `WireError` as `num_blocks` does."""
+        num_blocks = self.num_blocks
+        places = struct.unpack(f"<{2 * num_blocks}I", self.slots)
+        generations = struct.unpack(f"<{num_blocks}Q", self.generations)
+        checksums = struct.unpack(f"<{num_blocks}Q", self.checksums)
+        handles = map(SlotHandle, places[::2], places[1::2], repeat(self.incarnation), generations)
+        return tuple(map(LeasedBlock, handles, checksums))
 
 
 @dataclass(frozen=True, slots=True)

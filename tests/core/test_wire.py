@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import msgpack
@@ -152,6 +152,15 @@ CASES = [
         "303030303030303030636309cfffffffffffffffff91ae536c6f7473457868617573746564",
     ),
     (
+        to_pool.REPLIES,
+        to_pool.BlocksLeased.pack(
+            POOL.incarnation, [(0, 3), (2**32 - 1, 1)], [9, 2**64 - 1], [2**64 - 1, 5]
+        ),
+        "95ac426c6f636b734c6561736564b030303030303030303030303030306363c41000000000030000"
+        "00ffffffff01000000c4100900000000000000ffffffffffffffffc410ffffffffffffffff050000"
+        "0000000000",
+    ),
+    (
         to_pool.MESSAGES,
         ErrorReply("code", "détail"),
         "93aa4572726f725265706c79a4636f6465a764c3a97461696c",
@@ -166,6 +175,28 @@ def test_golden_bytes_of_messages(messages, message, golden):
     """A change here is a change of protocol: raise `PROTOCOL_VERSION`."""
     assert messages.encode(message).hex() == golden
     assert messages.decode(bytes.fromhex(golden)) == message
+
+
+def test_leased_blocks_are_unpacked_in_order():
+    leased = to_pool.BlocksLeased.pack(POOL.incarnation, [(0, 3), (7, 1)], [9, 8], [2**64 - 1, 5])
+    assert leased.num_blocks == 2
+    assert leased.blocks() == (
+        to_pool.LeasedBlock(SLOT, 2**64 - 1),
+        to_pool.LeasedBlock(SlotHandle(7, 1, POOL.incarnation, 8), 5),
+    )
+    assert to_pool.BlocksLeased.pack(POOL.incarnation, (), (), ()).blocks() == ()
+
+
+@pytest.mark.parametrize("field", ["slots", "generations", "checksums"])
+@pytest.mark.parametrize("raw", [b"", bytes(7), bytes(8), bytes(17)])
+def test_leased_blocks_with_a_field_of_another_length_are_refused(field, raw):
+    leased = to_pool.BlocksLeased(POOL.incarnation, bytes(16), bytes(16), bytes(16))
+    for wrong in (
+        replace(leased, **{field: raw}),
+        to_pool.BlocksLeased(POOL.incarnation, raw, raw, raw + b"x"),
+    ):
+        with pytest.raises(WireError, match="for each block"):
+            wrong.blocks()
 
 
 KEY = b"k" * 32

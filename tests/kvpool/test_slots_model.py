@@ -195,7 +195,7 @@ class SlotMachine(RuleBasedStateMachine):
             expected.append(use.handle)
             if use not in claim.uses:
                 claim.uses.append(use)
-        assert [b.handle for b in leased] == expected
+        assert [b.handle for b in leased.blocks()] == expected
         self.sweep()
 
     @precondition(lambda self: self.ever)

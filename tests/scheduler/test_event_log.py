@@ -81,15 +81,15 @@ def test_a_file_that_is_all_torn_line_starts_afresh(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
-        ([b'{"schema":99,"protocol":3,"epoch":1,"config":{}}\n'], "schema and protocol"),
+        ([b'{"schema":99,"protocol":4,"epoch":1,"config":{}}\n'], "schema and protocol"),
         ([b'{"event":["Ticked",1.0],"actions":[]}\n'], "begins with its schema"),
         ([b"{]\n"], "line 1"),
-        ([b'{"schema":1,"protocol":3,"epoch":1,"config":{"x":1}}\n'], "line 1"),
-        ([b'{"schema":1,"protocol":3}\n'], "line 1"),
-        ([b'{"schema":1,"protocol":3,"epoch":1,"config":{}}\n', b'{"event":1}\n'], "line 2"),
+        ([b'{"schema":1,"protocol":4,"epoch":1,"config":{"x":1}}\n'], "line 1"),
+        ([b'{"schema":1,"protocol":4}\n'], "line 1"),
+        ([b'{"schema":1,"protocol":4,"epoch":1,"config":{}}\n', b'{"event":1}\n'], "line 2"),
         (
             [
-                b'{"schema":1,"protocol":3,"epoch":1,"config":{}}\n',
+                b'{"schema":1,"protocol":4,"epoch":1,"config":{}}\n',
                 b'{"event":["Ticked","x"],"actions":[]}\n',
             ],
             "line 2",
