@@ -22,7 +22,6 @@ from typing import assert_never
 
 from core.config import ConductorConfig
 from core.errors import ConfigError
-from core.hashing import split_hashes
 from core.ids import Incarnation
 from core.messages.to_conductor import (
     ClusterState,
@@ -295,7 +294,7 @@ class Conductor:
         return [Place(event.correlation, self._placement(choice, decode, prefixes))]
 
     def _find_prefixes(self, request: PlaceRequest) -> Prefixes:
-        found = self.directory.match(split_hashes(request.block_hashes))
+        found = self.directory.match(request.block_hashes)
         return reusable_prefixes(self.view, found, request, self.config.block_size)
 
     def _choose_prefill(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from core.hashing import join_hashes
-from core.ids import Address, BlockHash, Incarnation, PoolRef
+from core.ids import Address, Incarnation, PoolRef
 from core.messages.to_conductor import PoolEvents, PoolSnapshot
 from core.messages.to_pool import Tier
 from kvpool.directory import AskSnapshot, Directory
@@ -21,12 +21,16 @@ def node(number: int, life: int = 1) -> PoolRef:
     return PoolRef(f"N{number}", Incarnation(f"{number}-{life}"), Address("host", number))
 
 
+def joined(*numbers: int) -> bytes:
+    return join_hashes(hashes(*numbers))
+
+
 def snapshot(seq: int, *numbers: int, last: bool = True, tier: Tier = DRAM) -> PoolSnapshot:
-    return PoolSnapshot(seq, tier, join_hashes(hashes(*numbers)), last)
+    return PoolSnapshot(seq, tier, joined(*numbers), last)
 
 
 def batch(seq: int, added=(), removed=(), tier: Tier = DRAM) -> PoolEvents:
-    return PoolEvents(seq, tier, join_hashes(hashes(*added)), join_hashes(hashes(*removed)))
+    return PoolEvents(seq, tier, joined(*added), joined(*removed))
 
 
 def test_matches_stop_at_the_first_gap():
@@ -34,12 +38,12 @@ def test_matches_stop_at_the_first_gap():
     for ref, held in ((node(1), (1, 2, 4)), (node(2), (1, 2, 3)), (node(3), (2, 3, 4))):
         directory.add(ref)
         directory.apply(ref.incarnation, snapshot(0, *held))
-    asked = hashes(1, 2, 3, 4)
+    asked = joined(1, 2, 3, 4)
     assert directory.match(asked) == {"1-1": 2, "2-1": 3}
     assert directory.longest(asked) == (node(2), 3)
-    assert directory.longest(hashes(1, 2)) == (node(1), 2)  # of equals, the lowest name
-    assert directory.longest(hashes(9)) is None
-    assert directory.match([]) == {}
+    assert directory.longest(joined(1, 2)) == (node(1), 2)  # of equals, the lowest name
+    assert directory.longest(joined(9)) is None
+    assert directory.match(b"") == {}
     assert directory.num_blocks == 4
     assert directory.num_replicas(block_hash(2)) == 3
 
@@ -49,11 +53,11 @@ def test_a_prefix_may_be_spread_over_tiers():
     directory.add(node(1))
     directory.apply(node(1).incarnation, snapshot(3, 1, 3))
     directory.apply(node(1).incarnation, snapshot(3, 2, tier=SSD))
-    assert directory.match(hashes(1, 2, 3)) == {"1-1": 3}
-    assert directory.match(hashes(1, 2, 3), [DRAM]) == {"1-1": 1}
-    assert directory.match(hashes(1, 2, 3), [SSD]) == {}
+    assert directory.match(joined(1, 2, 3)) == {"1-1": 3}
+    assert directory.match(joined(1, 2, 3), [DRAM]) == {"1-1": 1}
+    assert directory.match(joined(1, 2, 3), [SSD]) == {}
     assert directory.apply(node(1).incarnation, batch(4, removed=[2], tier=SSD)) == []
-    assert directory.match(hashes(1, 2, 3)) == {"1-1": 1}
+    assert directory.match(joined(1, 2, 3)) == {"1-1": 1}
 
 
 def test_a_gap_asks_once_and_the_snapshot_repairs_it():
@@ -68,11 +72,11 @@ def test_a_gap_asks_once_and_the_snapshot_repairs_it():
     assert directory.apply(life, batch(4, [4], [1])) == [AskSnapshot(life)]
     assert directory.apply(life, batch(5, [5])) == []
     assert directory.num_gaps == 1
-    assert directory.match(hashes(1, 2, 3)) == {life: 2}  # as known before the gap
+    assert directory.match(joined(1, 2, 3)) == {life: 2}  # as known before the gap
     directory.apply(life, snapshot(5, 2, last=False))
-    assert directory.match(hashes(1, 2)) == {life: 2}  # swapped in at once, at its end
+    assert directory.match(joined(1, 2)) == {life: 2}  # swapped in at once, at its end
     directory.apply(life, snapshot(5, 5))
-    assert directory.match(hashes(1)) == {}
+    assert directory.match(joined(1)) == {}
     assert directory.num_blocks == 2
     assert directory.apply(life, batch(6, [6])) == []
     assert directory.num_blocks == 3
@@ -87,7 +91,7 @@ def test_another_life_starts_with_nothing():
     directory.add(node(1, life=2))
     assert directory.apply(node(1).incarnation, batch(10, [2])) == []
     directory.apply(node(1).incarnation, snapshot(9, 1))
-    assert (directory.num_blocks, directory.match(hashes(1))) == (0, {})
+    assert (directory.num_blocks, directory.match(joined(1))) == (0, {})
     assert directory.ref(node(1).incarnation) is None
     assert directory.ref(node(1, life=2).incarnation) == node(1, life=2)
 
@@ -170,7 +174,7 @@ class DirectoryMachine(RuleBasedStateMachine):
                 length += 1
             if length:
                 expected[self.life(i)] = length
-        found: list[BlockHash] = hashes(*asked)
+        found = joined(*asked)
         assert self.directory.match(found) == expected
         best = self.directory.longest(found)
         assert (best[1] if best else 0) == max(expected.values(), default=0)

@@ -61,10 +61,7 @@ class CheckedCluster(Cluster):
             assert source.count > 0
             next_block += source.count
             assert self.conductor.view.pools[source.pool.incarnation].ref == source.pool
-            joined = request.block_hashes[: 32 * next_block]
-            held = self.conductor.directory.match(
-                [joined[i : i + 32] for i in range(0, len(joined), 32)]
-            )
+            held = self.conductor.directory.match(request.block_hashes[: 32 * next_block])
             assert held[source.pool.incarnation] >= next_block, "it holds the whole range"
         assert next_block * 10 < request.num_tokens
 
