@@ -28,6 +28,9 @@ Row = npt.NDArray[np.float64]
 GREEDY_BELOW_TEMPERATURE = 1e-5
 """Below this a temperature means greedy, as in vLLM: dividing by it would over- or underflow."""
 
+LARGEST_SCORE = 1e300
+"""Penalised scores stay within this, so that their differences stay finite over any temperature."""
+
 
 def sample(
     logits: torch.Tensor, requests: Sequence[SampleRequest]
@@ -174,7 +177,9 @@ def _penalise(scores: Row, request: SampleRequest) -> Row:
     seen = np.union1d(np.asarray(request.prompt_token_ids, dtype=np.int64), output)
     values = scores[seen]
     repetition = params.repetition_penalty
-    scores[seen] = np.where(values > 0, values / repetition, values * repetition)
+    with np.errstate(over="ignore"):
+        penalised = np.where(values > 0, values / repetition, values * repetition)
+    scores[seen] = penalised.clip(-LARGEST_SCORE, LARGEST_SCORE)
     used, counts = np.unique(output, return_counts=True)
     scores[used] -= params.frequency_penalty * counts + params.presence_penalty
     return scores

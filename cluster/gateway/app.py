@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Protocol, TypeVar
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -21,7 +22,7 @@ from cluster.gateway.dispatch import Dispatcher, Generation, SpecFactory
 from cluster.gateway.errors import ApiError, invalid, overloaded
 from cluster.gateway.fields import Fields, check_integer
 from cluster.gateway.formats import CallInfo, ChatFormat, CompletionFormat, Format
-from cluster.gateway.http import Caller, Routes
+from cluster.gateway.http import MODEL_PATH, Caller, Routes
 from cluster.gateway.metrics import Metrics
 from cluster.gateway.prompts import Preparer, Prompt, choice_seed, tenant_salt
 from cluster.gateway.responses import ChoiceOutput, EchoedPrompt, Json, dump
@@ -88,7 +89,8 @@ class Api:
             "/version": {"GET": self._version},
             "/load": {"GET": self._load},
             "/v1/models": {"GET": self._models},
-            f"/v1/models/{self._config.model_name}": {"GET": self._model},
+            MODEL_PATH + self._config.model_name: {"GET": self._model},
+            MODEL_PATH + quote(self._config.model_name, safe=""): {"GET": self._model},
             "/v1/completions": {"POST": self._completions},
             "/v1/chat/completions": {"POST": self._chat},
             "/tokenize": {"POST": self._tokenize},

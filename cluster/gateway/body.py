@@ -42,7 +42,7 @@ class BodyReader:
         content_type = request.headers.get("Content-Type")
         if content_type is not None and not _is_json(content_type):
             raise ApiError(415, "The body must be application/json.")
-        if request.headers.get("Content-Encoding", "identity") != "identity":
+        if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise ApiError(415, "Compressed bodies are not supported.")
         limit = self._config.max_body_bytes
         too_large = ApiError(413, f"The body may have at most {limit} bytes.")

@@ -16,11 +16,12 @@ import socket
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
+from urllib.parse import unquote
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage, LineTooLong
 
-from cluster.gateway.errors import ApiError, internal, too_many_connections
+from cluster.gateway.errors import ApiError, internal, model_not_found, too_many_connections
 from cluster.gateway.metrics import Metrics
 from core.config import GatewayConfig
 from core.errors import ConfigError
@@ -32,6 +33,8 @@ _MAX_HEADERS = 128
 _MAX_SURPLUS = 128
 _SURPLUS_S = 1.0
 """So many connections over the limit, for so long, are kept to be refused with an answer."""
+_ABSOLUTE_FORM = re.compile(r"^https?://[^/]*", re.IGNORECASE)
+"""How a request names its target when it comes through a proxy (RFC 9112, 3.2.2)."""
 _VALID_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 
 
@@ -46,6 +49,9 @@ class Caller:
 Route = Callable[[web.BaseRequest, Caller], Awaitable[web.StreamResponse]]
 Routes = Mapping[str, Mapping[str, Route]]
 """Path, then method."""
+
+MODEL_PATH = "/v1/models/"
+"""What follows names a model, where there is no route."""
 
 
 class ApiKeys:
@@ -78,17 +84,19 @@ class HttpServer:
         metrics: Metrics,
         *,
         open_paths: frozenset[str] = frozenset({"/health"}),
+        head_timeout_s: float,
     ) -> None:
         self._routes = routes
         self._config = config
         self._metrics = metrics
         self._open_paths = open_paths
+        self._head_timeout_s = head_timeout_s
         self._keys = ApiKeys(config.api_keys)
         self._runner: web.ServerRunner | None = None
 
     async def start(self, host: str, port: int) -> int:
         """Listen; return the port. Raises `ConfigError` when the address cannot be had."""
-        server = _Server(self._handle, self._config)
+        server = _Server(self._handle, self._config, self._head_timeout_s)
         self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
         await self._runner.setup()
         try:
@@ -109,6 +117,8 @@ class HttpServer:
     # --- around every route ---
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        if isinstance(request.protocol, _Protocol):
+            request.protocol.head_came()
         given = request.headers.get("X-Request-Id", "")
         request_id = given if _VALID_REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         try:
@@ -133,7 +143,7 @@ class HttpServer:
         if size > self._config.max_header_bytes:
             raise header_too_large(self._config.max_header_bytes)
         # The raw path: `/health/../v1/models` and `/%68ealth` are other paths than `/health`.
-        path = request.raw_path.partition("?")[0]
+        path = _ABSOLUTE_FORM.sub("", request.raw_path.partition("?")[0])
         salt = ""
         if path not in self._open_paths:
             if _is_surplus(request):
@@ -141,6 +151,8 @@ class HttpServer:
                 raise too_many_connections(_SURPLUS_S)
             salt = self._keys.salt(request.headers.get("Authorization"))
         methods = self._routes.get(path)
+        if methods is None and path.startswith(MODEL_PATH):
+            raise model_not_found(unquote(path.removeprefix(MODEL_PATH)))
         if methods is None:
             raise ApiError(404, "There is nothing at this path.", code="not_found")
         method = "GET" if request.method == "HEAD" else request.method
@@ -171,6 +183,17 @@ def header_too_large(limit: int) -> ApiError:
     return ApiError(431, f"The headers may have at most {limit} bytes in {_MAX_HEADERS} lines.")
 
 
+def _slow_head() -> bytes:
+    body = json.dumps(ApiError(408, "The headers came too slowly.").body())
+    return (
+        "HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n{body}"
+    ).encode()
+
+
+_SLOW_HEAD = _slow_head()
+
+
 def _is_surplus(request: web.BaseRequest) -> bool:
     return isinstance(request.protocol, _Protocol) and request.protocol.is_surplus
 
@@ -178,12 +201,16 @@ def _is_surplus(request: web.BaseRequest) -> bool:
 class _Protocol(web.RequestHandler):
     """Answers malformed HTTP with our error body too, and bounds what the kernel buffers."""
 
-    __slots__ = ("is_surplus",)
+    __slots__ = ("_has_begun", "_head_timer", "is_surplus")
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         assert isinstance(transport, asyncio.Transport)
         assert isinstance(self._manager, _Server)
+        self._has_begun = False
+        self._head_timer = asyncio.get_running_loop().call_later(
+            self._manager.head_timeout_s, self._refuse_slow_head
+        )
         num_surplus = self._manager.num_surplus
         self.is_surplus = num_surplus > 0
         if num_surplus > _MAX_SURPLUS:
@@ -194,6 +221,24 @@ class _Protocol(web.RequestHandler):
         # Left alone, it grows to several MB before a client that does not read is noticed.
         sock = transport.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+
+    def data_received(self, data: bytes) -> None:
+        self._has_begun = True
+        super().data_received(data)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def head_came(self) -> None:
+        """Take note of a whole head; later ones are bounded by the time between two requests."""
+        self._head_timer.cancel()
+
+    def _refuse_slow_head(self) -> None:
+        """End a connection whose first head has begun and is not whole in time."""
+        if self.transport is not None and self._has_begun:
+            self.transport.write(_SLOW_HEAD)
+            self.force_close()
 
     def handle_error(
         self,
@@ -227,6 +272,7 @@ class _Server(web.Server):
         self,
         handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
         config: GatewayConfig,
+        head_timeout_s: float,
     ) -> None:
         super().__init__(
             handler,
@@ -240,6 +286,7 @@ class _Server(web.Server):
             auto_decompress=False,
         )
         self._max_connections = config.max_connections
+        self.head_timeout_s = head_timeout_s
 
     @property
     def num_surplus(self) -> int:

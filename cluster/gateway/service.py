@@ -37,8 +37,8 @@ NOT_READY_POLL_S = 0.1
 class Gateway:
     """One gateway. `hash_root` makes the root of block hashes for a tenant's salt.
 
-    `body_timeout_s` bounds how long a client may take to send a body. Prompts, outputs and keys
-    are never logged.
+    `receive_timeout_s` bounds how long a client may take to send a head, and a body. Prompts,
+    outputs and keys are never logged.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Gateway:
         port: int,
         resolve_conductor: Callable[[], Awaitable[Address]],
         heartbeat_s: float = HEARTBEAT_S,
-        body_timeout_s: float = 30.0,
+        receive_timeout_s: float = 30.0,
     ) -> None:
         self.metrics = Metrics(config.model_name)
         self.port = port
@@ -79,9 +79,11 @@ class Gateway:
             dispatcher=self.dispatcher,
             metrics=self.metrics,
             status=self,
-            bodies=BodyReader(config, body_timeout_s),
+            bodies=BodyReader(config, receive_timeout_s),
         )
-        self._http = HttpServer(self._api.routes(), config, self.metrics)
+        self._http = HttpServer(
+            self._api.routes(), config, self.metrics, head_timeout_s=receive_timeout_s
+        )
         self._state: ClusterState | None = None
         self._polling: asyncio.Task[None] | None = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -210,7 +211,8 @@ def _logit_bias(fields: Fields, vocab_size: int) -> tuple[tuple[int, float], ...
     raw = fields.mapping("logit_bias", MAX_LOGIT_BIAS) or {}
     biases = []
     for key, value in raw.items():
-        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+        # Without leading zeros, so that no token is named twice.
+        if not re.fullmatch("0|[1-9][0-9]{0,9}", key):
             raise invalid("logit_bias", "The keys of `logit_bias` must be token ids.")
         token_id = check_integer("logit_bias", int(key), 0, vocab_size - 1)
         biases.append((token_id, check_number("logit_bias", value, -100.0, 100.0)))
@@ -297,6 +299,7 @@ def _tool_calls(calls: object) -> list[object]:
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise invalid("messages", "Each of `tool_calls` needs a `function` with a `name`.")
+        check_text("messages", function["name"], MAX_NAME_CHARS)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             try:
@@ -306,6 +309,11 @@ def _tool_calls(calls: object) -> list[object]:
                     "messages", "The `arguments` of a tool call are not valid JSON."
                 ) from None
         read.append({**call, "function": {**function, "arguments": arguments}})
+    try:
+        # What a template may print: no NaN, no Infinity, no half of a surrogate pair, at any depth.
+        json.dumps(read, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError):
+        raise invalid("messages", "`tool_calls` holds what is not valid JSON.") from None
     return read
 
 

@@ -184,6 +184,16 @@ def test_penalties_look_where_vllm_looks():
     assert sample_one([-1.0, -1.5, -9.0], negative)[0] == 1
 
 
+@pytest.mark.parametrize("penalty", [5e-324, 1e-308, 1e-30, 10.0])
+@pytest.mark.parametrize("temperature", [2e-5, 1.0])
+def test_no_penalty_makes_scores_that_cannot_be_compared(penalty, temperature):
+    """A tiny one makes those seen the likeliest (of positive scores) without overflow."""
+    row = [2.0, 3.0, -1.0, 0.0, -3.4e38]
+    params = {"repetition_penalty": penalty, "temperature": temperature, "seed": 1}
+    token_id = sample_one(row, request(prompt=[0, 1, 2, 3, 4], **params))[0]
+    assert token_id in ((0, 1) if penalty < 1 else (0, 1, 2, 3))
+
+
 def test_forced_tokens_come_first_and_end():
     row = [0.0, 0.0, 1.0]
     params = {"forced_token_ids": (1, 0), "min_tokens": 5, "stop_token_ids": (1,), "seed": 3}

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import json
 from typing import Any
+from urllib.parse import unquote
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from cluster.gateway import http
 from core.hashing import extend_block_hashes, join_hashes
@@ -162,9 +164,38 @@ async def test_a_chunked_body_is_refused_at_the_limit(tmp_path):
 
 async def test_a_slow_sender_is_refused(tmp_path):
     """408."""
-    async with running(tmp_path, body_timeout_s=0.05) as cluster:
+    async with running(tmp_path, receive_timeout_s=0.05) as cluster:
         head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{"
-        assert error_of(await raw(cluster, head.encode()))[0] == 408
+        for sent in (head, "POST /v1/comp", "GET /health HTTP/1.1\r\nHost: x\r\n"):
+            status, error = error_of(await raw(cluster, sent.encode()))
+            assert (status, error["type"]) == (408, "invalid_request_error")
+
+
+async def test_targets_in_absolute_form(cluster):
+    """As a proxy sends them."""
+    for scheme in ("http", "HTTPS"):
+        head = f"GET {scheme}://x:80/v1/models?a=b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        assert (await raw(cluster, head.encode())).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_model_by_its_name(tmp_path):
+    """With a slash in it, as it is or escaped; another one is `model_not_found`."""
+    async with running(tmp_path, config(model_name="org/tiny")) as cluster:
+        for name, status in [("org/tiny", 200), ("org%2Ftiny", 200), ("n%20o", 404), ("", 404)]:
+            async with cluster.session.get(
+                URL(f"{cluster.url}/v1/models/{name}", encoded=True)
+            ) as got:
+                assert got.status == status, name
+                if status == 404:
+                    error = (await got.json())["error"]
+                    assert (error["code"], error["param"]) == ("model_not_found", "model")
+                    assert f"`{unquote(name)}`" in error["message"]
+
+
+async def test_an_identity_encoding_is_none(cluster):
+    headers = {"Content-Encoding": "Identity"}
+    async with cluster.session.post(CHAT, json=body(CHAT, "a"), headers=headers) as response:
+        assert response.status == 200
 
 
 async def test_large_headers_are_refused(cluster):

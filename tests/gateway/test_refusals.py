@@ -73,6 +73,21 @@ async def test_b12_prompts_without_tokens(cluster, prompt):
             {"role": "user", "content": "a"},
             {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
         ],
+        *[
+            [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "tool_calls": [{"function": function}]},
+            ]
+            for function in (
+                {"name": "\ud800", "arguments": "{}"},
+                {"name": "f" * 1000, "arguments": "{}"},
+                {"name": "f", "arguments": "NaN"},
+                {"name": "f", "arguments": '{"a": [1e999]}'},
+                {"name": "f", "arguments": '{"a": "\\ud800"}'},
+                {"name": "f", "arguments": {"\udfff": 1}},
+                {"name": "f", "arguments": "[" * 100_000 + "]" * 100_000},
+            )
+        ],
     ],
 )
 async def test_b12_b14_messages_that_cannot_be_rendered(cluster, messages):
@@ -110,7 +125,7 @@ async def test_b14_ten_thousand_messages(cluster):
     ("name", "value"),
     [
         *[("stop_token_ids", [i]) for i in (-1, V, 2**31, 2**63, "abc", 1e3, True)],
-        *[("logit_bias", {str(i): 1}) for i in (-1, V, 2**31, 2**63, "abc", "1e3", "٣")],
+        *[("logit_bias", {str(i): 1}) for i in (-1, V, 2**31, 2**63, "abc", "1e3", "٣", "05")],
         *[("logit_bias", {"1": b}) for b in (1e9, -101, 101, "1", None, True)],
         ("logit_bias", {str(i): 1 for i in range(50_000)}),
         ("logit_bias", [1]),
