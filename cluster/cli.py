@@ -55,6 +55,10 @@ _TOOLS: dict[tuple[str, str], tuple[str, str]] = {
         "cluster.bench_interference",
         "a stream's token gaps beside long prefills",
     ),
+    ("bench", "directory"): (
+        "cluster.bench_directory",
+        "the Conductor's directory with millions of blocks, and a lease at a pool node",
+    ),
     ("check", "parity"): ("cluster.checks.parity", "our tokens against transformers generate"),
     ("check", "kill"): ("cluster.checks.kill", "every stream's tokens when processes are killed"),
 }

@@ -51,12 +51,23 @@ class BlockTable:
 
     def find(self, keys: Keys) -> Positions:
         """Return where each key is, -1 where it is not."""
-        homes = self._homes(keys)
-        hits = np.flatnonzero(self._rows(self._keys).take(homes, axis=0) == keys[:, None])
-        at = hits // _WIDTH
         found = np.full(len(keys), -1, np.intp)
-        found[at % len(keys)] = homes.ravel()[at] * _WIDTH + hits % _WIDTH
+        which, at = self._hits(keys)
+        found[which] = at
         return found
+
+    def look_up(self, keys: Keys) -> Numbers:
+        """Return the number of each key, 0 for one that is not here."""
+        numbers = np.zeros(len(keys), np.uint32)
+        which, at = self._hits(keys)
+        numbers[which] = self._numbers[at]
+        return numbers
+
+    def _hits(self, keys: Keys) -> tuple[Positions, Positions]:
+        """Return which keys are here, and where."""
+        homes = self._homes(keys)
+        hits = np.flatnonzero(self._rows(self._keys).take(homes, axis=0) == keys[:, None, None])
+        return hits // (2 * _WIDTH), homes.ravel()[hits // _WIDTH] * _WIDTH + hits % _WIDTH
 
     def place(self, keys: Keys) -> Positions:
         """Return where each of these different keys is; a new one gets the number 0."""
@@ -88,9 +99,9 @@ class BlockTable:
         return array[: self.num_slots].reshape(-1, _WIDTH)
 
     def _homes(self, keys: Keys) -> Positions:
-        """Return the two buckets of each key, [2, n]."""
-        homes = np.stack((keys & _LOW, keys >> _HALF_BITS)).astype(np.intp)
-        homes &= 2 * self._level - 1
+        """Return the two buckets of each key, [n, 2]."""
+        halves = keys.view(np.uint32).reshape(-1, 2)
+        homes = (halves & np.uint32(2 * self._level - 1)).astype(np.intp)
         homes -= self._level * (homes >= self._level + self._num_split)
         return homes
 
@@ -102,9 +113,9 @@ class BlockTable:
             free = self._rows(self._keys).take(homes, axis=0) == 0
             num_free = free.sum(axis=2)
             each = np.arange(len(keys))
-            choice = (num_free[1] > num_free[0]).astype(np.intp)
-            at = homes[choice, each] * _WIDTH + free[choice, each].argmax(axis=1)
-            fits = num_free[choice, each] > 0
+            choice = num_free.argmax(axis=1)
+            at = homes[each, choice] * _WIDTH + free[each, choice].argmax(axis=1)
+            fits = num_free[each, choice] > 0
             self._keys[at[fits]] = keys[fits]
             won = fits & (self._keys[at] == keys)  # of several for one slot, the last one got it
             found[into[won]] = at[won]

@@ -52,21 +52,21 @@ class AskSnapshot:
 
 @dataclass(slots=True)
 class _Node:
-    """A known life. `place` numbers its bits in the masks; `seq` is the last batch applied."""
+    """A known life. `first` is its bit in lane 0; `seq` is the last batch applied."""
 
     ref: PoolRef
-    place: int
+    first: int
     seq: int = 0
     in_sync: bool = False
     part_seq: int = 0
     part_tier: Tier | None = None
 
     def bit(self, lane: int) -> int:
-        return 1 << (self.place * _STRIDE + lane)
+        return self.first << lane
 
     @property
     def bits(self) -> int:
-        return ((1 << _STRIDE) - 1) << (self.place * _STRIDE)
+        return self.first * ((1 << _STRIDE) - 1)
 
 
 class Directory:
@@ -75,7 +75,7 @@ class Directory:
     def __init__(self) -> None:
         self.num_gaps = 0
         self._nodes: dict[Incarnation, _Node] = {}
-        self._by_place: dict[int, _Node] = {}
+        self._by_first: dict[int, _Node] = {}
         self._table = BlockTable()
         self._sets = HolderSets()
         self._swept = 0
@@ -89,16 +89,16 @@ class Directory:
             known.in_sync = False
             self._abandon_snapshot(known)
             return
-        place = next(p for p in range(len(self._by_place) + 1) if p not in self._by_place)
-        node = _Node(ref, place)
-        self._nodes[ref.incarnation] = self._by_place[place] = node
+        places = (1 << place * _STRIDE for place in range(len(self._by_first) + 1))
+        first = next(bit for bit in places if bit not in self._by_first)
+        self._nodes[ref.incarnation] = self._by_first[first] = _Node(ref, first)
 
     def drop(self, incarnation: Incarnation) -> None:
         """Forget a life of a node; an unknown one is passed over."""
         node = self._nodes.pop(incarnation, None)
         if node is None:
             return
-        del self._by_place[node.place]
+        del self._by_first[node.first]
         self._sets.rewrite(node.bits, lambda mask: mask & ~node.bits)
 
     def apply(
@@ -188,7 +188,7 @@ class Directory:
         keys = _keys(block_hashes)
         lanes = [_LANES[tier] for tier in tiers]
         lengths: dict[Incarnation, int] = {}
-        alive = sum(1 << place * _STRIDE for place in self._by_place)
+        alive = sum(self._by_first)
         for start in range(0, len(keys), _MATCH_BLOCKS):
             some = keys[start : start + _MATCH_BLOCKS]
             alive = self._match_keys(some, start, lanes, alive, lengths)
@@ -201,26 +201,24 @@ class Directory:
         self, keys: Keys, length: int, lanes: list[int], alive: int, lengths: dict[Incarnation, int]
     ) -> int:
         """Go on from `length`; note the nodes that end here and return those that do not."""
-        at = self._table.find(keys)
-        numbers = np.where(at < 0, 0, self._table.get(at)).tolist()
-        previous = None
-        for number in numbers:
-            if number != previous:
-                previous, mask, held = number, self._sets.masks[number], 0
-                for lane in lanes:
-                    held |= mask >> lane
-                if lost := alive & ~held:
-                    self._note(lost, length, lengths)
-                    alive &= held
-                    if not alive:
-                        break
-            length += 1
+        numbers = self._table.look_up(keys)
+        # Most blocks have the holders of the one before.
+        begins = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for begin, number in zip(begins.tolist(), numbers[begins].tolist(), strict=True):
+            mask, held = self._sets.masks[number], 0
+            for lane in lanes:
+                held |= mask >> lane
+            if (still := alive & held) != alive:
+                self._note(alive ^ still, length + begin, lengths)
+                alive = still
+                if not alive:
+                    break
         return alive
 
     def _note(self, alive: int, length: int, lengths: dict[Incarnation, int]) -> None:
         while alive and length:
             lowest = alive & -alive
-            lengths[self._by_place[lowest.bit_length() // _STRIDE].ref.incarnation] = length
+            lengths[self._by_first[lowest].ref.incarnation] = length
             alive ^= lowest
 
     def longest(
@@ -249,17 +247,16 @@ class Directory:
 
     def num_replicas(self, block_hash: BlockHash) -> int:
         """Return how many nodes hold a block in some tier."""
-        at = self._table.find(_keys(block_hash))
-        mask = self._sets.masks[self._table.get(at)[0]] if at[0] >= 0 else 0
+        mask = self._sets.masks[self._table.look_up(_keys(block_hash))[0]]
         tiers = sum(1 << lane for lane in _LANES.values())
-        return sum(bool(mask >> place * _STRIDE & tiers) for place in self._by_place)
+        return sum(bool(mask & first * tiers) for first in self._by_first)
 
     def validate(self) -> None:
         """Derive every redundant count and index afresh. Raises `InvariantError`."""
         self._table.validate()
         self._sets.validate(self._table.entries()[1])
-        if {n.place: n for n in self._nodes.values()} != self._by_place:
-            raise InvariantError("two nodes share a place")
+        if {n.first: n for n in self._nodes.values()} != self._by_first:
+            raise InvariantError("two nodes share a bit")
         known = sum(node.bits for node in self._nodes.values())
         idle = sum(n.bit(_INCOMING) for n in self._nodes.values() if n.part_tier is None)
         if any(mask & ~(known & ~idle) for mask in self._sets.masks):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from core.ids import BlockHash
 
 
@@ -20,6 +22,15 @@ class PublicIndex:
     def get(self, block_hash: BlockHash) -> int | None:
         """Return the block's slot, `None` when it is not public."""
         return self._slots.get(block_hash)
+
+    def prefix(self, block_hashes: Sequence[BlockHash]) -> list[int]:
+        """Return the slots of the longest prefix that is public."""
+        found = []
+        for block_hash in block_hashes:
+            if (index := self._slots.get(block_hash)) is None:
+                break
+            found.append(index)
+        return found
 
     def add(self, block_hash: BlockHash, index: int) -> None:
         """Publish a block that is not public yet."""

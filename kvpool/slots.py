@@ -72,14 +72,11 @@ class SlotTable:
     ) -> BlocksLeased:
         """Lease the longest public prefix of `block_hashes`; renew the transfer."""
         transfer = self._renew(key, ttl_s, now_s)
-        indexes = []
-        for block_hash in block_hashes:
-            if (index := self._index.get(block_hash)) is None:
-                break
+        indexes = self._index.prefix(block_hashes)
+        for index in indexes:
             if index not in transfer.slots:
                 transfer.slots[index] = None
                 self._hold(index)
-            indexes.append(index)
         self._forget_empty(key)
         return self.pack(indexes)
 
@@ -93,14 +90,10 @@ class SlotTable:
 
     def read(self, read_id: int, block_hashes: Sequence[BlockHash]) -> tuple[int, ...]:
         """Hold the longest public prefix in place until `end_read`; return the slots' numbers."""
-        indexes = []
-        for block_hash in block_hashes:
-            if (index := self._index.get(block_hash)) is None:
-                break
+        indexes = self._reads[read_id] = tuple(self._index.prefix(block_hashes))
+        for index in indexes:
             self._hold(index)
-            indexes.append(index)
-        self._reads[read_id] = tuple(indexes)
-        return self._reads[read_id]
+        return indexes
 
     def end_read(self, read_id: int) -> None:
         """The bytes are with the kernel, or the reader is gone."""
@@ -349,10 +342,10 @@ class SlotTable:
 
     def pack(self, indexes: Sequence[int]) -> BlocksLeased:
         """Describe leased slots for the wire."""
-        per_segment = self.layout.slots_per_segment
         return BlocksLeased.pack(
             self._incarnation,
-            [divmod(i, per_segment) for i in indexes],
+            self.layout.slots_per_segment,
+            indexes,
             [self._generations[i] for i in indexes],
             [self._slots[i].checksum for i in indexes],
         )

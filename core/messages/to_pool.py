@@ -11,7 +11,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import chain, repeat
 
 from core.errors import WireError
 from core.ids import AttemptId, Incarnation, PoolRef, SlotHandle
@@ -50,11 +49,13 @@ class LeasedBlock:
 class BlocksLeased:
     """Reply: the first of the asked hashes, in order; `blocks` tells where they are.
 
-    Packed, for a prompt has hundreds: `slots` holds a u32 segment and u32 slot each, `generations`
-    and `checksums` a u64 each, all little-endian. `incarnation` is the pool node's life.
+    Packed, for a prompt has hundreds, all little-endian: `slots` holds a u32 each, counting over
+    the segments of `slots_per_segment` slots, `generations` and `checksums` a u64 each.
+    `incarnation` is the pool node's life.
     """
 
     incarnation: Incarnation
+    slots_per_segment: int
     slots: bytes
     generations: bytes
     checksums: bytes
@@ -63,15 +64,17 @@ class BlocksLeased:
     def pack(
         cls,
         incarnation: Incarnation,
-        slots: Sequence[tuple[int, int]],
+        slots_per_segment: int,
+        slots: Sequence[int],
         generations: Sequence[int],
         checksums: Sequence[int],
     ) -> BlocksLeased:
-        """Make the reply from (segment, slot), generation and checksum of each block."""
+        """Make the reply from slot, generation and checksum of each block."""
         num_blocks = len(slots)
         return cls(
             incarnation,
-            struct.pack(f"<{2 * num_blocks}I", *chain.from_iterable(slots)),
+            slots_per_segment,
+            struct.pack(f"<{num_blocks}I", *slots),
             struct.pack(f"<{num_blocks}Q", *generations),
             struct.pack(f"<{num_blocks}Q", *checksums),
         )
@@ -79,19 +82,27 @@ class BlocksLeased:
     @property
     def num_blocks(self) -> int:
         """How many are leased. Raises `WireError` when the fields are not of as many."""
-        num_blocks, rest = divmod(len(self.checksums), 8)
-        if rest or not len(self.slots) == len(self.generations) == len(self.checksums):
+        num_blocks, rest = divmod(len(self.slots), 4)
+        if rest or not len(self.generations) == len(self.checksums) == 8 * num_blocks:
             raise WireError("BlocksLeased has a slot, a generation and a checksum for each block")
         return num_blocks
 
     def blocks(self) -> tuple[LeasedBlock, ...]:
-        """Unpack. Raises `WireError` as `num_blocks` does."""
+        """Unpack. Raises `WireError` as `num_blocks` does, and for segments without slots."""
         num_blocks = self.num_blocks
-        places = struct.unpack(f"<{2 * num_blocks}I", self.slots)
+        if self.slots_per_segment < 1:
+            raise WireError(f"a segment of {self.slots_per_segment} slots holds no block")
+        slots = struct.unpack(f"<{num_blocks}I", self.slots)
         generations = struct.unpack(f"<{num_blocks}Q", self.generations)
         checksums = struct.unpack(f"<{num_blocks}Q", self.checksums)
-        handles = map(SlotHandle, places[::2], places[1::2], repeat(self.incarnation), generations)
-        return tuple(map(LeasedBlock, handles, checksums))
+        per_segment = self.slots_per_segment
+        return tuple(
+            LeasedBlock(
+                SlotHandle(slot // per_segment, slot % per_segment, self.incarnation, generation),
+                checksum,
+            )
+            for slot, generation, checksum in zip(slots, generations, checksums, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,7 +165,7 @@ def test_one_transfer_too_many_is_refused():
         LeaseBlocks(attempt(1), b"", float("inf")),
         ReserveBlocks(attempt(1), b"", -1, 1.0),
         ReserveBlocks(attempt(1), b"", 1 << 60, 1.0),
-        BlocksLeased(Incarnation("f" * 16), b"", b"", b""),
+        BlocksLeased(Incarnation("f" * 16), 1, b"", b"", b""),
     ],
 )
 def test_messages_no_honest_peer_sends(message):
