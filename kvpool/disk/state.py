@@ -15,7 +15,7 @@ The index is soft: a wrong entry costs a read that says `Missing` or `Corrupt`, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from errno import EIO
 
@@ -292,36 +292,34 @@ class DiskState:
     # --- removing ---
 
     def remove(self, keys: Sequence[BlockHash]) -> tuple[FileJob, ...]:
-        """Forget blocks lastingly, those on their way too; their bytes stay until room is made."""
-        jobs = []
-        for key in dict.fromkeys(keys):
-            for entry in (self._pending.pop(key, None), self._alive.get(key)):
-                if entry is not None:
-                    self._forget(entry)
-                    jobs.append(self._erase(self.extents[entry.extent], [entry.index], whole=False))
-        return tuple(jobs)
+        """Forget blocks, those on their way too; they stay forgotten once all jobs are done.
+
+        Looks at every record: a dead one could come back at the next start.
+        """
+        wanted = frozenset(keys)
+        return self._erase_all(lambda e: e is not None and e.record.key in wanted, whole=False)
 
     def wipe(self, namespace: bytes) -> tuple[FileJob, ...]:
-        """Have every byte of a namespace overwritten or removed. All is done with the last job.
+        """Have every byte of a namespace overwritten. All is done with the last job.
 
         Records that may hold anything are overwritten too. A job that fails leaves bytes behind.
         """
+        return self._erase_all(lambda e: e is None or e.record.namespace == namespace, whole=True)
+
+    def _erase_all(
+        self, is_meant: Callable[[Entry | None], bool], *, whole: bool
+    ) -> tuple[FileJob, ...]:
+        """Erase behind everything that is under way: these jobs are done in order."""
         jobs: list[FileJob] = []
         for extent in self.extents:
-            hit = [
-                index
-                for index, entry in enumerate(extent.entries)
-                if entry is None or entry.record.namespace == namespace
-            ]
-            if not hit:
-                continue
-            for entry in (extent.entries[index] for index in hit):
-                if entry is not None:
+            hit = [index for index, entry in enumerate(extent.entries) if is_meant(entry)]
+            for index in hit:
+                if (entry := extent.entries[index]) is not None:
                     self._forget(entry)
                     if self._pending.get(entry.record.key) is entry:
                         del self._pending[entry.record.key]
-            # Behind everything that is under way, because these jobs are done in order.
-            jobs.append(self._erase(extent, hit, whole=True))
+            if hit:
+                jobs.append(self._erase(extent, hit, whole=whole))
         return tuple(jobs)
 
     def _erase(self, extent: Extent, indexes: Sequence[int], *, whole: bool) -> EraseJob:
@@ -334,7 +332,10 @@ class DiskState:
     def finished(
         self, job: FileJob, outcomes: Sequence[FileOutcome], now_s: float
     ) -> tuple[FileJob, ...]:
-        """Take the outcomes of a job that changed files; return what is to be done next."""
+        """Take the outcomes of a job that changed files; return what is to be done next.
+
+        A block that was stored, and removed meanwhile, is not in the state after this.
+        """
         self._mind(outcomes, now_s)
         match job:
             case StoreJob(blocks):
